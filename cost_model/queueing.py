@@ -159,18 +159,26 @@ class DecodeQueue:
             return self.places
         # More places are more requests/s, but for jumps.
         hopeless = above * (_JUMP if self.tiled else 1.0) * self.osl
-        low, high, taken_s = 0, self.places, self.tpot_s(self.places)
-        if taken_s <= tpot_s:
+        high, high_s = self.places, self.tpot_s(self.places)
+        if high_s <= tpot_s:
             return high
-        while high - low > 1:
-            if high < hopeless * taken_s:
+        low, low_s = 1, self.tpot_s(1)
+        if low_s > tpot_s:
+            return 0
+        # A token's time is nearly affine in the requests: what lies on the line between two numbers of them is
+        # close. Where it is not, as at jumps, what is left is halved after two steps that gained little.
+        wide = 0
+        while (width := high - low) > 1:
+            if high < hopeless * high_s:
                 return 0
-            middle = (low + high) // 2
+            on_line = low + int(width * (tpot_s - low_s) / (high_s - low_s))
+            middle = (low + high) // 2 if wide > 1 else min(max(on_line, low + 1), high - 1)
             middle_s = self.tpot_s(middle)
             if middle_s <= tpot_s:
-                low = middle
+                low, low_s = middle, middle_s
             else:
-                high, taken_s = middle, middle_s
+                high, high_s = middle, middle_s
+            wide = wide + 1 if wide < 2 and high - low > width / 2 else 0
         return low
 
     @property

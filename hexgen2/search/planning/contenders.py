@@ -12,26 +12,33 @@ import numpy as np
 
 from cost_model.base import Phase
 from cost_model.pipeline import micro_batch, mixed_steps, prefill_batches_held, prompts_held
+from cost_model.portable import twelve_digits
 from hexgen2.region import Region
 from hexgen2.search.planning.layers import balance_many
-from hexgen2.search.planning.limits import MixedSteps, least_period_s, mean_period_s
+from hexgen2.search.planning.limits import MixedSteps, least_period_s, least_step_s, mean_period_s
 from hexgen2.search.planning.pipeline_rows import Forms, PipelineRows, StepTimes
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.stage_kinds import StageKind
+from hexgen2.search.planning.timing import Timings
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import greatest_first
 
 FOUND = 1 - 1e-3
 """Of the requests/s of divisions that the planner tries, this share: ties may be decided otherwise there."""
+HALVINGS = 5
+"""How often the range is halved in which the most requests lie that keep a target per output token."""
 
 
 class Limits(NamedTuple):
     """Limits on the requests/s of n pipelines.
 
-    of_chunks : [n, c] that no division of the layers exceeds, for each size of chunk if it is to be chosen
+    batch : [n, c] no division of the layers holds more requests within the targets, for each size of chunk if
+        it is to be chosen
+    of_chunks : [n, c] requests/s that no division exceeds
     least : [n] that the planner finds; 0 where that is not known
     """
 
+    batch: np.ndarray
     of_chunks: np.ndarray
     least: np.ndarray
 
@@ -39,8 +46,7 @@ class Limits(NamedTuple):
 class Contenders(NamedTuple):
     """The pipelines that may be the best of their groups.
 
-    batch : [n] the largest that fit
-    of_chunks : [n, c] limits on their requests/s (see Limits)
+    batch, of_chunks : [n, c] limits on the requests that they hold, and on their requests/s (see Limits)
     least : [n] requests/s that the planner finds for their groups; 0 where that is not known
     """
 
@@ -115,13 +121,14 @@ class ContenderSearch:
         """Those of the groups that can form these pipelines."""
         rows, batch = self._fitting(role, rows)
         if not len(rows):
-            return Contenders(rows, batch, np.zeros((0, 1)), np.zeros(0))
+            return Contenders(rows, np.zeros((0, 1)), np.zeros((0, 1)), np.zeros(0))
         limits = self._limits(role, rows, batch)
         first = np.unique(rows.group, return_index=True)[1]
         counts = np.diff(first, append=len(rows))
         least = np.repeat(np.maximum.reduceat(limits.least, first), counts)
-        may = limits.of_chunks.max(axis=1) >= least
-        return Contenders(rows.only(may), batch[may], limits.of_chunks[may], least[may])
+        most = limits.of_chunks.max(axis=1)
+        may = (most >= least) & (most > 0)
+        return Contenders(rows.only(may), limits.batch[may], limits.of_chunks[may], least[may])
 
     def _fitting(self, role: str, rows: PipelineRows) -> tuple[PipelineRows, np.ndarray]:
         """The pipelines in which the model fits, and their largest batches [n]."""
@@ -138,9 +145,12 @@ class ContenderSearch:
         """Limits on the requests/s of these pipelines."""
         if role == "colocated" and self._pipelines.chunks:
             return self._mixed_limits(rows, batch)
-        full = role == "prefill" and self.problem.pipeline == "pipelined" and not self.problem.targets.given
+        pipelined, targets = self.problem.pipeline == "pipelined", self.problem.targets
+        if role == "decode" and pipelined and targets.given:
+            return self._decode_limits(rows, batch)
+        full = role == "prefill" and pipelined and not targets.given
         most = self._prefill_req_s(rows, batch) if full else self._most_req_s(role, rows, batch)
-        return Limits(most[:, None], np.zeros(len(rows)))
+        return Limits(batch[:, None], most[:, None], np.zeros(len(rows)))
 
     def _prompts_held(self, rows: PipelineRows, batch: np.ndarray | float) -> np.ndarray:
         """[n] prompts whose KV caches prefill replicas hold, whose steps have so many prompts each."""
@@ -186,15 +196,58 @@ class ContenderSearch:
             kind.turns_req_s[key] = best / (costs.layer_s("decode", kind.group, best) + turn_s)
         return kind.turns_req_s[key]
 
+    def _decode_limits(self, rows: PipelineRows, batch: np.ndarray) -> Limits:
+        """Those of decode replicas under targets."""
+        layers, times = self.problem.model.layers, StepTimes(self.problem.costs, rows)
+
+        def token_s(held: np.ndarray) -> np.ndarray:
+            decodes = held / rows.stages
+            return np.asarray(rows.stages * least_step_s(times.of(np.zeros_like(decodes), decodes), layers))
+
+        held = self._within(batch, token_s)
+        most = np.minimum(
+            self._most_req_s("decode", rows, np.maximum(held, 1)), self._in_time_req_s(held, token_s)
+        )
+        return Limits(held[:, None], most[:, None], np.zeros(len(rows)))
+
     def _mixed_limits(self, rows: PipelineRows, batch: np.ndarray) -> Limits:
         """Those of colocated replicas whose steps have chunks of so many prompts."""
-        costs, chunks = self.problem.costs, self._pipelines.chunks
-        osl, times = costs.osl, StepTimes(costs, rows)
-        decodes = np.concatenate([np.minimum(batch / rows.stages, osl * chunk) for chunk in chunks])
-        held, which = np.unique(
-            np.stack([np.repeat(chunks, len(rows)), decodes]), axis=1, return_inverse=True
+        count, chunks = len(rows), self._pipelines.chunks
+        layers, osl, times = (
+            self.problem.model.layers,
+            self.problem.costs.osl,
+            StepTimes(self.problem.costs, rows),
         )
-        steps = [mixed_steps(chunk, each, osl) for chunk, each in held.T.tolist()]
+        stages = np.tile(rows.stages, len(chunks))
+
+        def token_s(held: np.ndarray) -> np.ndarray:
+            _, mixed, rest, chains = self._mixed_steps(rows, times, held)
+            return np.asarray(stages * least_period_s(mixed, rest, layers, chains))
+
+        held = np.tile(batch, len(chunks))
+        if self.problem.targets.given:
+            held = self._within(held, token_s)
+        decodes, mixed, rest, chains = self._mixed_steps(rows, times, np.maximum(held, 1))
+        most = decodes / (osl * least_period_s(mixed, rest, layers, chains))
+        least = np.zeros(count)
+        if self.problem.targets.given:
+            most = np.minimum(most, self._in_time_req_s(held, token_s))
+        else:
+            room = np.tile(rows.max_layers("decode", batch), (len(chunks), 1))
+            split = balance_many(layers, rest.mean(mixed, chains.share), room)
+            found = decodes / (osl * mean_period_s(mixed, rest, split, chains))
+            least = found.reshape(len(chunks), count).max(axis=0) * FOUND
+        return Limits(*(each.reshape(len(chunks), count).T for each in (held, most)), least)
+
+    def _mixed_steps(
+        self, rows: PipelineRows, times: StepTimes, held: np.ndarray
+    ) -> tuple[np.ndarray, Timings, Timings, MixedSteps]:
+        """The steps of colocated replicas that hold [c n] requests, for each size of chunk: the decodes in a
+        step, mean times of mixed ones and of those with decodes only, and which are mixed."""
+        osl, chunks = self.problem.costs.osl, np.repeat(self._pipelines.chunks, len(rows))
+        decodes = np.minimum(held / np.tile(rows.stages, len(self._pipelines.chunks)), osl * chunks)
+        unlike, which = np.unique(np.stack([chunks, decodes]), axis=1, return_inverse=True)
+        steps = [mixed_steps(chunk, each, osl) for chunk, each in unlike.T.tolist()]
         first = np.array([each[0] for each in steps]).T[:, which.ravel()]
         # Where all mixed steps are alike, the second kind of them has a share of 0.
         second = np.array([each[-1] if len(each) > 1 else (*each[0][:2], 0.0) for each in steps])
@@ -204,12 +257,43 @@ class ContenderSearch:
             mixed = mixed.mean(times.of(second[0], second[1]), second[2])
             prompts = (1 - second[2]) * prompts + second[2] * second[0]
         rest = times.of(np.zeros_like(decodes), decodes)
-        chains = MixedSteps(np.minimum(1.0, decodes / (osl * prompts)), prompts, mixed.stages)
-        layers, shape = self.problem.model.layers, (len(chunks), len(rows))
-        most = decodes / (osl * least_period_s(mixed, rest, layers, chains))
-        if self.problem.targets.given:
-            return Limits(most.reshape(shape).T, np.zeros(len(rows)))
-        room = np.tile(rows.max_layers("decode", batch), (len(chunks), 1))
-        split = balance_many(layers, rest.mean(mixed, chains.share), room)
-        found = decodes / (osl * mean_period_s(mixed, rest, split, chains))
-        return Limits(most.reshape(shape).T, found.reshape(shape).max(axis=0) * FOUND)
+        return (
+            decodes,
+            mixed,
+            rest,
+            MixedSteps(np.minimum(1.0, decodes / (osl * prompts)), prompts, mixed.stages),
+        )
+
+    def _within(self, batch: np.ndarray, token_s: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """[m] no pipeline holds more requests than these, up to [m] `batch`, within the target per output
+        token: 0 where not even one. An output token takes no less than token_s of the requests held, which
+        grows with them."""
+        target_s = self.problem.targets.tpot_s
+        if target_s is None:
+            return batch
+        late = token_s(batch.astype(float)) > target_s
+        if not late.any():
+            return batch
+        low, high = np.ones(len(batch)), batch.astype(float)
+        never = late & (token_s(low) > target_s)
+        for _ in range(HALVINGS):
+            middle = np.where(late, (low + high) / 2, high)
+            slow = token_s(middle) > target_s
+            low, high = np.where(slow, low, middle), np.where(slow, middle, high)
+        return np.where(never, 0, np.floor(high).astype(int))
+
+    def _in_time_req_s(self, held: np.ndarray, token_s: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """[m] requests/s at which the share asked for, at most, finds one of so many places at once
+        (cost_model/queueing.py, DecodeQueue)."""
+        others = self._others[held]
+        under_way = np.maximum(1.0, np.minimum(held, 1 + others))
+        return np.where(held > 0, others / (self.problem.costs.osl * token_s(under_way)), 0.0)
+
+    @cached_property
+    def _others(self) -> np.ndarray:
+        """The mean of requests under way at which the share asked for finds one of 0, 1, 2, ... places."""
+        from scipy.special import gammainccinv  # Slow to import; a search without targets does without.
+
+        places = np.arange(1, self.problem.costs.batch_cap + 1)
+        found = gammainccinv(places, self.problem.targets.attainment).tolist()
+        return np.array([0.0, *map(twelve_digits, found)])

@@ -50,7 +50,7 @@ def _regions(
     chunks, count, times = pipelines.chunks, len(rows), StepTimes(costs, rows)
     kept = np.concatenate([_kept(costs, chunk, rows.stages) for chunk in chunks])
     room = rows.largest_batch("decode", costs.batch_cap + math.ceil(kept.max()), layers)
-    batch = np.minimum(np.tile(found.batch, len(chunks)), np.tile(room, len(chunks)) - kept)
+    batch = np.minimum(found.batch.T.ravel(), np.tile(room, len(chunks)) - kept)
     held = np.maximum(batch, 1.0) / np.tile(rows.stages, len(chunks))
     # Where there is no room for others' prompts, or another size of chunk is better, a replica has no such
     # region.

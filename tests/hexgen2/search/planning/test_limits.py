@@ -1,6 +1,7 @@
 """Limits that hold for every division of a pipeline's layers: no division and no plan exceeds them."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -139,6 +140,15 @@ def test_equal_stages_reach_the_limit(stages, layers, decode_s, slower, share):
 
 
 @pytest.mark.parametrize(
+    "goal",
+    [
+        Goal(),
+        Goal(objective="goodput", tpot_ms=60),
+        Goal(objective="goodput", ttft_ms=2000, tpot_ms=100),
+        Goal(objective="goodput", ttft_ms=1500),
+    ],
+)
+@pytest.mark.parametrize(
     ("cluster", "model", "workload"),
     [
         ("hexgen2-setting-1", "llama-2-70b", "HPLD"),
@@ -146,21 +156,27 @@ def test_equal_stages_reach_the_limit(stages, layers, decode_s, slower, share):
         ("helix-mixed-42", "llama-3-8b", "online"),
     ],
 )
-def test_no_plan_exceeds_the_limit_of_its_group(cluster, model, workload):
-    planner = Planner(make_problem(cluster, model, workload, phases="flexible"))
+def test_no_plan_exceeds_the_limit_of_its_group(cluster, model, workload, goal):
+    """Not even one of a shape that the planner does not look at, because of its limit."""
+    planner = Planner(make_problem(cluster, model, workload, phases="flexible", goal=goal))
+    shapes, unlimited = Shapes(planner.problem), [math.inf] * len(planner._pipelines.chunks)
     sizes = [len(gpus) for gpus in planner.problem.node_gpus]
     groups = [((node, size),) for node, size in enumerate(sizes) if size]
     groups += [((a, sizes[a]), (b, 1)) for a in range(len(sizes)) for b in range(a + 1, len(sizes))][::3]
+    if goal != Goal():
+        groups = groups[::2]
     planned = 0
     for counts, role in itertools.product(groups, planner.problem.roles):
-        plan, limit = planner.plan(role, counts), planner.limit(role, counts)
-        if plan is None:
-            continue
-        planned += 1
-        assert limit is not None
-        assert plan.capacity_req_s <= limit.req_s * (1 + SMALL)
-        if role == "colocated":
-            assert all(limit.region.contains(corner, 1e-6) for corner in planner.region(plan).corners)
+        limit = planner.limit(role, counts)
+        limits = unlimited if role == "colocated" else ()
+        made = (planner._pipelines.of(role, shape, limits) for shape in shapes.of(role, counts))
+        for plan in filter(None, map(planner._plan, filter(None, made))):
+            planned += 1
+            assert limit is not None
+            assert plan.capacity_req_s <= limit.req_s * (1 + SMALL)
+        best = planner.plan(role, counts)
+        if role == "colocated" and best:
+            assert all(limit.region.contains(corner, 1e-6) for corner in planner.region(best).corners)
     assert planned >= 15
 
 
