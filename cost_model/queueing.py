@@ -165,8 +165,8 @@ class DecodeQueue:
         low, low_s = 1, self.tpot_s(1)
         if low_s > tpot_s:
             return 0
-        # A token's time is nearly affine in the requests: what lies on the line between two numbers of them is
-        # close. Where it is not, as at jumps, what is left is halved after two steps that gained little.
+        # A token's time is nearly affine in the requests: what lies on the line between two numbers of them
+        # is close. Where it is not, as at jumps, what is left is halved after two steps that gained little.
         wide = 0
         while (width := high - low) > 1:
             if high < hopeless * high_s:
