@@ -237,7 +237,8 @@ class ContenderSearch:
             split = balance_many(layers, rest.mean(mixed, chains.share), room)
             found = decodes / (osl * mean_period_s(mixed, rest, split, chains))
             least = found.reshape(len(chunks), count).max(axis=0) * FOUND
-        return Limits(*(each.reshape(len(chunks), count).T for each in (held, most)), least)
+        held, most = (each.reshape(len(chunks), count).T for each in (held, most))
+        return Limits(held, most, least)
 
     def _mixed_steps(
         self, rows: PipelineRows, times: StepTimes, held: np.ndarray
