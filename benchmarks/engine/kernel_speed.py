@@ -26,7 +26,7 @@ from cost_model.lengths import BLOCK_TOKENS
 from runtime import native
 from runtime.engine.torch import mxfp4
 from runtime.engine.torch.quantised.activations import Activations
-from runtime.engine.torch.quantised.integers import IntegerWeight
+from runtime.engine.torch.quantised.integers import IntegerProduct, IntegerWeight
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 from runtime.kv_cache.formats import kv_format
@@ -84,7 +84,7 @@ def integer_product(rows: int) -> tuple[Side, Side]:
     codes = torch.randint(0, 256, (WIDE, WIDE), dtype=torch.uint8)
     one, activations = torch.zeros(WIDE, dtype=torch.int64), Activations(symmetric=True)
     weight = QuantisedWeight(Kind.INT8, codes, torch.rand(WIDE, 1), None, one, activations)
-    integers = IntegerWeight(weight, activations).product(None)
+    integers = IntegerProduct(IntegerWeight(weight, activations))
     return lambda: integers(x), lambda: native.linear(x, plain, None, WIDE)
 
 

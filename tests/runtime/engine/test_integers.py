@@ -13,7 +13,7 @@ from quantised import without_lowest_code
 
 from runtime import native
 from runtime.engine.torch.quantised.activations import Activations
-from runtime.engine.torch.quantised.integers import IntegerWeight, rounding
+from runtime.engine.torch.quantised.integers import IntegerProduct, IntegerWeight, rounding
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 
@@ -86,7 +86,7 @@ def exact(
 def test_products_are_exact(outputs: int, inputs: int, zeros: bool, activations: Activations) -> None:
     torch.manual_seed(inputs)
     weight, bias = matrix(outputs, inputs, zeros, activations), torch.randn(outputs)
-    product = IntegerWeight(weight, activations).product(bias)
+    product = IntegerProduct(IntegerWeight(weight, activations), bias)
     for rows in (0, 1, 3, 7, 13, 60):
         x = torch.randn(rows, inputs) * torch.rand(rows, 1) * 10
         x[: rows // 5] = 0
@@ -104,7 +104,7 @@ def test_the_largest_sums(code: int) -> None:
     weight.scales.fill_(1)
     x = torch.tensor([[-200.0], [200.0]]).expand(2, inputs)
     expected = exact(x, weight, torch.zeros(3), activations)
-    assert torch.equal(IntegerWeight(weight, activations).product(None)(x), expected)
+    assert torch.equal(IntegerProduct(IntegerWeight(weight, activations))(x), expected)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -113,7 +113,7 @@ def test_infinity_and_what_is_no_number_stay_visible() -> None:
     for spoilt in (torch.inf, -torch.inf, torch.nan):
         x = torch.ones(2, 100)
         x[1, 37] = spoilt
-        found = IntegerWeight(weight, DYNAMIC[0]).product(None)(x)
+        found = IntegerProduct(IntegerWeight(weight, DYNAMIC[0]))(x)
         assert found[0].isfinite().all() and not found[1].isfinite().any()
 
 
@@ -143,7 +143,7 @@ def test_parts_that_agree_on_ranges_add_up_to_the_whole(
             part = QuantisedWeight(
                 Kind.INT8, weight.codes[:, first:end], weight.scales, weight.zeros, weight.groups[first:end]
             )
-            found = IntegerWeight(part, activations).product(None, agree)(own)
+            found = IntegerProduct(IntegerWeight(part, activations), None, agree)(own)
             torch.testing.assert_close(found, stood_for @ part.value().T)
 
 
