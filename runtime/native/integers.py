@@ -50,7 +50,8 @@ class GroupedIntegers:
     ----------
     weights : of each group
     biases : packed, of each group, or None
-    steps : of each group, [2] float32 on the CPU, the scale and the zero of all its rows; None: each has its own
+    steps : of each group, [2] float32 on the CPU, the scale and the zero of all its rows; None: each row has
+        its own
     """
 
     def __init__(

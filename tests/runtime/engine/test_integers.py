@@ -12,6 +12,7 @@ from instructions import BUILDS
 from quantised import without_lowest_code
 
 from runtime import native
+from runtime.engine.torch.experts import GroupedLinear
 from runtime.engine.torch.quantised.activations import Activations
 from runtime.engine.torch.quantised.integers import IntegerProduct, IntegerWeight, rounding
 from runtime.engine.torch.quantised.packed import PackedWeight
@@ -92,6 +93,40 @@ def test_products_are_exact(outputs: int, inputs: int, zeros: bool, activations:
         x[: rows // 5] = 0
         expected = exact(x, weight, bias, activations) if rows else x.new_empty(0, outputs)
         assert torch.equal(product(x), expected)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0, 0), (3, 0, 1, 40), (0, 1, 0, 0)])
+@pytest.mark.usefixtures("kernels")
+def test_groups_of_rows_are_as_exact_as_single_products(counts: tuple[int, ...]) -> None:
+    """Each with a matrix of its own, which rounds in its own way; some have zeros, or a bias."""
+    torch.manual_seed(sum(counts))
+    products, expected, parts = [], [], []
+    for number, (count, activations) in enumerate(zip(counts, DYNAMIC + STATIC, strict=True)):
+        weight, bias = matrix(70, 103, number < 2, activations), torch.randn(70) * (number != 2)
+        added = None if number == 2 else bias
+        products.append(IntegerProduct(IntegerWeight(weight, activations), added))
+        parts.append(torch.randn(count, 103) * (1 + torch.arange(count)[:, None]))
+        if count:
+            expected.append(exact(parts[-1], weight, bias, activations))
+    found = IntegerProduct.grouped(products)(torch.cat(parts), counts)
+    assert torch.equal(found, torch.cat(expected) if expected else found.new_empty(0, 70))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_ranks_that_divide_experts_agree_once_for_all() -> None:
+    torch.manual_seed(3)
+    x, calls, counts = torch.randn(5, 64), list[torch.Tensor](), (2, 0, 3)
+
+    def agree(ranges: torch.Tensor) -> torch.Tensor:
+        calls.append(ranges)
+        return ranges * 2
+
+    weights = [matrix(40, 64, False, DYNAMIC[0]) for _ in counts]
+    apart = [IntegerProduct(IntegerWeight(each, DYNAMIC[0]), None, agree) for each in weights]
+    found, (ranges,) = GroupedLinear(apart)(x, counts), calls
+    assert torch.equal(ranges, torch.stack((-x.amin(1), x.amax(1)), dim=1))
+    parts = zip(apart, x.split(list(counts)), strict=True)
+    assert torch.equal(found, torch.cat([product(part) for product, part in parts if len(part)]))
 
 
 @pytest.mark.parametrize("code", [0, 255])

@@ -75,8 +75,8 @@ class IntegerProduct:
 
 
 class IntegerProducts:
-    """Products of equal size in one call of the kernel. Ranks that divide the inputs agree on the ranges of all
-    rows at once."""
+    """Products of equal size in one call of the kernel. Ranks that divide the inputs agree on the ranges of
+    all rows at once."""
 
     def __init__(self, products: Sequence[IntegerProduct]) -> None:
         steps = [each.weight.activations.steps for each in products]
