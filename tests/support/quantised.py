@@ -268,8 +268,8 @@ ROUNDED = [name for name in FORMATS if name.startswith("W8A8")]
 
 
 NOT_ROUNDED = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe", "opt")
-"""Families whose activations transformers does not round as such files say: it reads no experts that are stored
-so, and gives all tokens of OPT's feed-forward one scale."""
+"""Families whose activations transformers does not round as such files say: it reads no experts that are
+stored so, and gives all tokens of OPT's feed-forward one scale."""
 _NOTE = "rounding.json"
 _NOT_MULTIPLIED = ("lm_head", "kv_b_proj")
 """Linear modules whose inputs stay as they are; docs/quantised.md says why those of the latter do."""
@@ -277,27 +277,24 @@ _NOT_MULTIPLIED = ("lm_head", "kv_b_proj")
 
 def the_same_in_transformers(family: str, name: str, stored: Path, plain: Path) -> Path:
     """The folder from which `checkpoints.by_transformers` makes a model that computes what a quantised one
-    stands for: the same weights in float32; where activations are rounded, too, the quantised model itself, or
-    for families that are NOT_ROUNDED the same weights with a note that inputs are to be rounded."""
+    stands for: the same weights in float32; where activations are rounded, too, the quantised model itself,
+    or for families that are NOT_ROUNDED the same weights with a note that inputs are to be rounded."""
     if name not in ROUNDED:
         return plain
     if family not in NOT_ROUNDED:
         return stored
     into, args = plain.with_name("rounded"), FORMATS[name][0]["config_groups"]["group_0"]["input_activations"]
-    found = {key.rpartition(".")[2]: value for key, value in load_file(stored / "model.safetensors").items()}
-    steps = {
-        "scale": found.get("input_scale", torch.zeros(1)),
-        "zero": found.get("input_zero_point", torch.zeros(1)),
-    }
+    tensors = load_file(stored / "model.safetensors").items()
+    found = {key.rpartition(".")[2]: value.item() for key, value in tensors if ".input_" in key}
+    note = {"args": args, "scale": found.get("input_scale"), "zero": found.get("input_zero_point", 0)}
     shutil.copytree(plain, into)
-    note = {"args": args, **{key: value.item() for key, value in steps.items()}}
     (into / _NOTE).write_text(json.dumps(note))
     return into
 
 
 def round_inputs(model: torch.nn.Module, folder: Path) -> None:
-    """If a folder's note says so, let compressed-tensors round what modules of transformers multiply by weights
-    that the quantised model has in integers, each token by itself."""
+    """If a folder's note says so, let compressed-tensors round what modules of transformers multiply by
+    weights that the quantised model has in integers, each token by itself."""
     if not (folder / _NOTE).exists():
         return
     note = json.loads((folder / _NOTE).read_text())
