@@ -114,6 +114,26 @@ def context_tokens(tokens: float, window: Window | None) -> float:
     return window.mean(min(tokens, window.tokens), tokens) if window else tokens
 
 
+def first_read(token: int, window: int) -> int:
+    """The first token that one at this position, or any after it, attends to, in a layer with a window, which
+    includes the token itself."""
+    return max(0, token - window + 1)
+
+
+def first_kept(token: int, window: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """The first token of the first block that a token at this position, or any after it, reads there."""
+    return first_read(token, window) // block_tokens * block_tokens
+
+
+def moved_tokens(first: int, end: int, prompt: int, window: Window | None) -> float:
+    """Of tokens [first, end) of a prompt, those whose KV cache moves to where it is decoded, as a mean over
+    the layers: in layers with a window, those of the blocks that later tokens attend to."""
+    if window is None:
+        return end - first
+    kept_from = first_kept(prompt, int(window.tokens))
+    return window.mean(max(0, end - max(first, kept_from)), end - first)
+
+
 def attended_tokens(tokens: float, window: Window | None = None, past: float = 0.0) -> float:
     """Sum over the next `tokens` tokens of a prompt, `past` of which came before, of the tokens that each
     attends to: the integral of min(x, window) from past to past + tokens, as a mean over the layers."""

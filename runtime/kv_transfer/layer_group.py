@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from cost_model.lengths import first_kept
 from runtime.kv_cache.layout import KvTransfer, Stages, outgoing
 from runtime.kv_cache.pages import Pages
-from runtime.kv_cache.windows import first_kept, numbered
+from runtime.kv_cache.windows import numbered
 from runtime.kv_transfer.receiver import KvReceiver
 from runtime.kv_transfer.sender import KvSender
 from runtime.kv_transfer.stream import Shapers
