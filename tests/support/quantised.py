@@ -284,9 +284,12 @@ def the_same_in_transformers(family: str, name: str, stored: Path, plain: Path) 
     if family not in NOT_ROUNDED:
         return stored
     into, args = plain.with_name("rounded"), FORMATS[name][0]["config_groups"]["group_0"]["input_activations"]
-    tensors = load_file(stored / "model.safetensors").items()
-    found = {key.rpartition(".")[2]: value.item() for key, value in tensors if ".input_" in key}
-    note = {"args": args, "scale": found.get("input_scale"), "zero": found.get("input_zero_point", 0)}
+    tensors = load_file(stored / "model.safetensors")
+
+    def shared(suffix: str) -> float:
+        return next((value.item() for key, value in tensors.items() if key.endswith(suffix)), 0)
+
+    note = {"args": args, "scale": shared(".input_scale"), "zero": shared(".input_zero_point")}
     shutil.copytree(plain, into)
     (into / _NOTE).write_text(json.dumps(note))
     return into

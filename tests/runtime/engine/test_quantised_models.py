@@ -154,7 +154,8 @@ TOKENS = 24
         ("fp8 by blocks", "llama"),
         ("W8A8", "llama"),
         ("W8A8, zeros", "gemma2"),
-        ("W8A8", "mixtral"),
+        ("W8A8", "qwen3_moe"),
+        ("W8A8, static", "mixtral"),
     ],
 )
 def test_replicas_of_any_shape_give_the_tokens_of_transformers(
