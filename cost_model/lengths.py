@@ -104,8 +104,9 @@ class RequestLengths:
 
     def kv_tokens_moved(self, window: Window | None = None) -> float:
         """KV tokens of a prompt that move to where it is decoded, on average: in layers with a window, those
-        of the blocks that it ends in."""
-        kept = window and window.widened(BLOCK_TOKENS / 2)
+        of the blocks that it ends in (see `moved_tokens`)."""
+        before = (BLOCK_TOKENS - 1) / 2  # of a block, on average, those before the first one that is read
+        kept = window and window.widened(before - 1)
         return self.mean(lambda isl, osl: context_tokens(isl, kept))
 
 
