@@ -17,7 +17,7 @@ def kernels() -> list[Extension]:
         Extension(
             f"runtime.native._{name}",
             [f"runtime/native/{source}.cpp" for source in SOURCES],
-            depends=["runtime/native/vectors.h", "runtime/native/kv_formats.h"],
+            depends=["runtime/native/vectors.h", "runtime/native/products.h", "runtime/native/kv_formats.h"],
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fopenmp", *flags],
             extra_link_args=["-fopenmp"],
             language="c++",

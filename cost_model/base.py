@@ -15,7 +15,7 @@ import numpy as np
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.hardware import Accelerator, Link
-from cost_model.lengths import RequestLengths
+from cost_model.lengths import RequestLengths, Window
 
 if TYPE_CHECKING:
     from cost_model.registry import CostSource
@@ -240,6 +240,17 @@ class CostModel(ABC):
     @abstractmethod
     def kv_bytes_per_layer(self) -> float:
         """Bytes of one request's prompt KV cache in one layer, all heads: what a route carries."""
+
+    @property
+    def kv_window(self) -> Window | None:
+        """The window of layers that keep and move the KV cache of no other tokens; None: all tokens count."""
+        return self.model.window
+
+    @property
+    def kv_tokens_moved(self) -> float:
+        """Of a prompt, the tokens whose KV cache moves, on average over prompts and layers: those of
+        `kv_bytes_per_layer`."""
+        return self.lengths.kv_tokens_moved(self.kv_window)
 
     @property
     def kv_to_every_rank(self) -> bool:

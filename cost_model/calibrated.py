@@ -130,7 +130,7 @@ class Calibrated(CostModel):
 
     @property
     def kv_bytes_per_layer(self) -> float:
-        return self.lengths.kv_tokens_moved(self.model.window) * self.model.kv_bytes_per_token_layer
+        return self.kv_tokens_moved * self.model.kv_bytes_per_token_layer
 
     @property
     def kv_to_every_rank(self) -> bool:

@@ -104,14 +104,35 @@ class RequestLengths:
 
     def kv_tokens_moved(self, window: Window | None = None) -> float:
         """KV tokens of a prompt that move to where it is decoded, on average: in layers with a window, those
-        of the blocks that it ends in."""
-        kept = window and window.widened(BLOCK_TOKENS / 2)
+        of the blocks that it ends in (see `moved_tokens`)."""
+        before = (BLOCK_TOKENS - 1) / 2  # of a block, on average, those before the first one that is read
+        kept = window and window.widened(before - 1)
         return self.mean(lambda isl, osl: context_tokens(isl, kept))
 
 
 def context_tokens(tokens: float, window: Window | None) -> float:
     """Of so many tokens, those that attention reaches back to, as a mean over the layers."""
     return window.mean(min(tokens, window.tokens), tokens) if window else tokens
+
+
+def first_read(token: int, window: int) -> int:
+    """The first token that one at this position, or any after it, attends to, in a layer with a window, which
+    includes the token itself."""
+    return max(0, token - window + 1)
+
+
+def first_kept(token: int, window: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """The first token of the first block that a token at this position, or any after it, reads there."""
+    return first_read(token, window) // block_tokens * block_tokens
+
+
+def moved_tokens(first: int, end: int, prompt: int, window: Window | None) -> float:
+    """Of tokens [first, end) of a prompt, those whose KV cache moves to where it is decoded, as a mean over
+    the layers: in layers with a window, those of the blocks that later tokens attend to."""
+    if window is None:
+        return end - first
+    kept_from = first_kept(prompt, int(window.tokens))
+    return window.mean(max(0, end - max(first, kept_from)), end - first)
 
 
 def attended_tokens(tokens: float, window: Window | None = None, past: float = 0.0) -> float:

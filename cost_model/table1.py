@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from cost_model.base import CostModel, Phase, StageMemory, TensorGroup, Work
 from cost_model.hardware import Accelerator
+from cost_model.lengths import Window
 
 
 class Table1(CostModel):
@@ -50,6 +51,11 @@ class Table1(CostModel):
             per_layer_request=2 * tokens * h * b / n,
             per_request=4 * tokens * h * b,
         )
+
+    @property
+    def kv_window(self) -> Window | None:
+        """None: the paper has no windows."""
+        return None
 
     @property
     def kv_bytes_per_layer(self) -> float:

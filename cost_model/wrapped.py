@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cost_model.base import CostModel, Origin, Phase, StageMemory, TensorGroup, Work
 from cost_model.hardware import Accelerator, Link
+from cost_model.lengths import Window
 
 _SAME = ("name", "calibration", "source", "tiled", "times_expert_parallel")
 
@@ -49,6 +50,10 @@ class WrappedCosts(CostModel):
     @property
     def origin(self) -> Origin:
         return self.nominal.origin
+
+    @property
+    def kv_window(self) -> Window | None:
+        return self.nominal.kv_window
 
     @property
     def kv_bytes_per_layer(self) -> float:

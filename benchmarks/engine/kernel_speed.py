@@ -6,7 +6,8 @@ unless a line says otherwise.
 Measures matrix products with weights [4096, 768] for several row counts, in float32 and in bfloat16, these
 also beside our own in float32; products with quantised weights [4096, 4096], also of integers on both sides
 (W8A8), beside our own with the same in float32; products with 16 experts of weights [1536, 768], in float32
-and in mxfp4, of which each row uses 2; and, for two shapes of heads, attention of the next tokens of 8
+and in mxfp4, of which each row uses 2, and of integers on both sides, these in one call beside one for each
+expert and beside our own in float32; and, for two shapes of heads, attention of the next tokens of 8
 requests, and of a prompt of 512 tokens over a context of 512; the next tokens also with KV caches in fp8
 and int8, beside our own in float32. Prints milliseconds, the best of several rounds in which the sides take
 turns: each computation takes a few milliseconds, and anything else that runs can only add to it.
@@ -26,7 +27,7 @@ from cost_model.lengths import BLOCK_TOKENS
 from runtime import native
 from runtime.engine.torch import mxfp4
 from runtime.engine.torch.quantised.activations import Activations
-from runtime.engine.torch.quantised.integers import IntegerWeight
+from runtime.engine.torch.quantised.integers import IntegerProduct, IntegerWeight
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 from runtime.kv_cache.formats import kv_format
@@ -84,7 +85,7 @@ def integer_product(rows: int) -> tuple[Side, Side]:
     codes = torch.randint(0, 256, (WIDE, WIDE), dtype=torch.uint8)
     one, activations = torch.zeros(WIDE, dtype=torch.int64), Activations(symmetric=True)
     weight = QuantisedWeight(Kind.INT8, codes, torch.rand(WIDE, 1), None, one, activations)
-    integers = IntegerWeight(weight, activations).product(None)
+    integers = IntegerProduct(IntegerWeight(weight, activations))
     return lambda: integers(x), lambda: native.linear(x, plain, None, WIDE)
 
 
@@ -120,6 +121,24 @@ def experts_in_mxfp4(rows: int) -> tuple[Side, Side]:
         torch.cat([product(part) for part, product in pairs if len(part)])
 
     return lambda: grouped(x, counts), by_torch
+
+
+def experts_in_integers(rows: int) -> tuple[Side, Side, Side]:
+    """The same of integers on both sides, in one call and in one for each expert; and ours in float32."""
+    torch.manual_seed(rows)
+    codes = torch.randint(0, 256, (EXPERTS, EXPERT_OUTPUTS, INPUTS), dtype=torch.uint8)
+    one, activations = torch.zeros(INPUTS, dtype=torch.int64), Activations(symmetric=True)
+    scales, chosen = torch.rand(EXPERT_OUTPUTS, 1), torch.rand(rows, EXPERTS).topk(CHOSEN).indices.flatten()
+    x, counts = torch.randn(len(chosen), INPUTS), chosen.bincount(minlength=EXPERTS).tolist()
+    weights = [QuantisedWeight(Kind.INT8, each, scales, None, one, activations) for each in codes]
+    apart = [IntegerProduct(IntegerWeight(each, activations)) for each in weights]
+    grouped = IntegerProduct.grouped(apart)
+
+    def one_by_one() -> None:
+        parts = zip(x.split(counts), apart, strict=True)
+        torch.cat([product(part) for part, product in parts if len(part)])
+
+    return lambda: grouped(x, counts), one_by_one, experts(rows)[0]
 
 
 def next_tokens(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
@@ -202,6 +221,10 @@ def main() -> None:
         for rows in ROWS:
             ours, torchs = best_ms(sides(rows), options.rounds)
             print(f"{f'{label} {rows} rows':28}{ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}")
+    for rows in ROWS:
+        ours, apart, in_float32 = best_ms(experts_in_integers(rows), options.rounds)
+        label, more = f"W8A8 experts of {rows} rows", f"{in_float32 / ours:.2f} beside ours in float32"
+        print(f"{label:28}{ours:8.2f} {apart:8.2f} {apart / ours:6.2f}  beside one call for each, {more}")
     for name, make in ((f"next token of {REQUESTS}", next_tokens), (f"prompt of {CONTEXT}", prompt)):
         for shape in HEADS:
             ours, torchs = best_ms(make(*shape), options.rounds)

@@ -44,9 +44,6 @@ PACKED = {"gpt_oss": ("mxfp4", checkpoints.write_gpt_oss_mxfp4)}
 """Formats in which a family's weights stay packed, and what writes such a checkpoint."""
 QUANTISED = tuple(quantised.FORMATS)
 """Formats in which the weights of every other family stay packed."""
-NOT_ROUNDED = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe", "opt")
-"""Families whose models transformers does not round as they say: it reads no experts that are stored so, and
-gives all tokens of OPT's feed-forward one scale."""
 EXACT = 1e-4
 """Scores in float32 that differ by less are tied."""
 OUTLIER = 4.0
@@ -155,15 +152,13 @@ def cells(work: Path, family: str, kind: str) -> dict[str, str | InputError]:
 def in_format(original: Path, name: str, work: Path) -> str:
     """What a model in float32 gives in one of the QUANTISED formats: "equal", or the kinds of replicas whose
     tokens are not those of transformers with the same weights. Where activations are rounded, transformers
-    rounds them, too; "ties": tokens differ, by no more than what rounding changes; "-": transformers does not
-    round this family's."""
+    rounds them, too; "ties": tokens differ, by no more than what rounding changes."""
     folder, plain = work / original.name / "quantised", work / original.name / "plain"
     quantised.quantise(original, name, folder, plain)
-    if name in quantised.ROUNDED and original.name in NOT_ROUNDED:
-        return "-"
     with quantised.without_lowest_code():
         rounds = name in quantised.ROUNDED
-        truth = Truth(folder, torch.float32, plain) if rounds else Truth(plain, torch.float32)
+        same = quantised.the_same_in_transformers(original.name, name, folder, plain)
+        truth = Truth(same, torch.float32, plain)
         found = by_routes(folder, "float32", truth)
     if rounds and "WRONG" not in found.values() and "ties" in found.values():
         return "ties"

@@ -92,10 +92,11 @@ class Fleet:
         return self._costs_of(())
 
     def _costs_of(self, more: Iterable[Route]) -> dict[tuple[str, str], RouteCost]:
-        shared, links, isl = SharedLinks(self._cluster), self.placement.cost_model.links, self.costs.isl
+        shared, links = SharedLinks(self._cluster), self.placement.cost_model.links
+        moved = self.costs.kv_tokens_moved
         return binding(
             {
-                (route.from_, route.to): route_cost(route, self._cluster, shared, links, isl)
+                (route.from_, route.to): route_cost(route, self._cluster, shared, links, moved)
                 for route in (*self.placement.routes, *more)
                 if route.from_ != route.to
             }

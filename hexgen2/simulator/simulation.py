@@ -14,6 +14,7 @@ from pathlib import Path
 from cluster_specs.loader import resolve
 from cost_model.base import CostModel
 from cost_model.errors import InputError
+from cost_model.lengths import moved_tokens
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.placement import Route as PlacedRoute
@@ -47,6 +48,7 @@ class _Request:
     Attributes
     ----------
     made : tokens generated before the request was restarted, now part of its prompt
+    computed_tokens : of the prompt, or in steps under way, where the request goes on elsewhere
     on_their_way : chunks whose KV cache transfer has begun and not ended
     phase : "waiting", "prefill", "moving" (prefilled, its KV cache in transfer) or "decode"
     output_limit : most output tokens that the client allows; None, since no client of a simulation does, and
@@ -57,6 +59,7 @@ class _Request:
     prompt_tokens: int
     capacity_tokens: int
     made: int = 0
+    computed_tokens: int = 0
     on_their_way: int = 0
     prefill: str = ""
     decode: str = ""
@@ -111,6 +114,7 @@ class Simulation(EventLoop):
         self._changeover: Changeover | None = None
         self._held_back: list[_Request] = []
         fleet = fleet or Fleet(placement, cluster, options, costs)
+        self._kv_window = fleet.costs.kv_window
         for replica in placement.replicas:
             self._add_replica(replica, replica.id, fleet)
         self._add_routes(fleet, {replica.id: replica.id for replica in placement.replicas})
@@ -238,14 +242,15 @@ class Simulation(EventLoop):
         """A step begins with so many tokens of each of these prompts, whose requests go on elsewhere; each
         layer is sent as soon as it is computed."""
         layers = self.placement.model.layers
-        sent = dict[RouteCost, tuple[list[_Request], list[int]]]()
+        sent, window = dict[RouteCost, tuple[list[_Request], list[float]]](), self._kv_window
         for request, own in prompts:
             if not request.one_token:
                 request.on_their_way += 1
                 cost = self._routes[request.prefill, request.decode]
                 requests, tokens = sent.setdefault(cost, ([], []))
                 requests.append(request)
-                tokens.append(own)
+                first, request.computed_tokens = request.computed_tokens, request.computed_tokens + own
+                tokens.append(moved_tokens(first, first + own, request.prompt_tokens, window))
         for cost, (requests, tokens) in sent.items():
             self.transfers.begin(requests, cost, sum(tokens), layers, begun_s, ends_s, self._arrived)
 
@@ -275,7 +280,8 @@ class Simulation(EventLoop):
         self.kv_budgets[request.prefill].release(request.index)
         record = self.records.routes[request.prefill, request.decode]
         record.requests += 1
-        record.bytes += self._routes[request.prefill, request.decode].bytes_per_token * request.prompt_tokens
+        moved = moved_tokens(0, request.prompt_tokens, request.prompt_tokens, self._kv_window)
+        record.bytes += self._routes[request.prefill, request.decode].bytes_per_token * moved
         record.after_s += now - request.computed_s
         self._decode_replicas[request.decode].land(request.index, now, request.made + 1)
         self._start_waiting()

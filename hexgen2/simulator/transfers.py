@@ -32,16 +32,16 @@ FULL = 1 + 1e-9
 
 @dataclass(frozen=True, eq=False)
 class RouteCost:
-    """What one prompt token costs on a route: the seconds for which its KV cache occupies each resource, and
-    its bytes; latency_s is the delay of the first byte."""
+    """What a token that moves costs on a route: the seconds for which its KV cache occupies each resource,
+    and its bytes; latency_s is the delay of the first byte."""
 
     busy_s: Mapping[Resource, float]
     bytes_per_token: float
     latency_s: float
 
 
-def route_cost(route: Route, cluster: Cluster, shared: SharedLinks, links: Links, isl: float) -> RouteCost:
-    """The cost of a placement's route, whose bytes are for `isl` prompt tokens.
+def route_cost(route: Route, cluster: Cluster, shared: SharedLinks, links: Links, moved: float) -> RouteCost:
+    """The cost of a placement's route, whose bytes are for so many tokens that move.
 
     With links "pairwise", each route has the links between its nodes to itself.
     """
@@ -49,10 +49,10 @@ def route_cost(route: Route, cluster: Cluster, shared: SharedLinks, links: Links
     per_token: dict[Resource, float] = {
         resource
         if links == "shared" or isinstance(resource, tuple)
-        else (route.from_, route.to, resource): busy_s / isl
+        else (route.from_, route.to, resource): busy_s / moved
         for resource, busy_s in kv.busy_s(shared, links=links).items()
     }
-    return RouteCost(per_token, route.kv_bytes_per_req / isl, kv.latency_s)
+    return RouteCost(per_token, route.kv_bytes_per_req / moved, kv.latency_s)
 
 
 @dataclass(eq=False, slots=True)
@@ -167,7 +167,7 @@ class Transfers:
         self,
         requests: Iterable[Any],
         cost: RouteCost,
-        tokens: int,
+        tokens: float,
         layers: int,
         begins_s: float,
         computed_s: float,
@@ -178,7 +178,7 @@ class Transfers:
         Parameters
         ----------
         requests : whose prompts they are, each once
-        tokens : of all of them
+        tokens : of all of them that move, as a mean over the layers
         begins_s, computed_s : when the step begins (now or later) and has computed all layers
         done : called with (request, time_s) for each request when everything has arrived
         """

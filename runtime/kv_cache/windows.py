@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from cost_model.lengths import first_kept
 from runtime.kv_cache.blocks import BlockPool, Digest
 from runtime.kv_cache.layout import Stages
 from runtime.protocol.message import StageShape
@@ -33,16 +34,6 @@ def numbered(stages: Stages, layers: Sequence[int]) -> Stages:
         )
         for stage in stages
     )
-
-
-def first_read(token: int, window: int) -> int:
-    """The first token that one at this position, or any after it, attends to."""
-    return max(0, token - window + 1)
-
-
-def first_kept(token: int, window: int, block_tokens: int) -> int:
-    """The first token of the first block that a token at this position, or any after it, reads."""
-    return first_read(token, window) // block_tokens * block_tokens
 
 
 def most_blocks(window: int, block_tokens: int, running: int) -> int:

@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from runtime.kv_cache.layout import Stages, outgoing
+from cost_model.lengths import first_kept
+from runtime.kv_cache.layout import KvTransfer, Stages, outgoing
 from runtime.kv_cache.pages import Pages
-from runtime.kv_cache.windows import first_kept, numbered
+from runtime.kv_cache.windows import numbered
 from runtime.kv_transfer.receiver import KvReceiver
 from runtime.kv_transfer.sender import KvSender
 from runtime.kv_transfer.stream import Shapers
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from runtime.kv_transfer.memory import SharedPool
+
+KvPlan = tuple[KvTransfer, ...]
+"""Which heads of which layers go from one worker to which others; empty: nothing is sent."""
 
 WHOLE, WINDOWED = "kv", "kv-windowed"
 """The purposes of connections that carry the KV caches of layers that keep all tokens, and of those with a
@@ -89,21 +93,18 @@ class LayerGroup:
         """Announce that tokens [first, end) of a request arrive, of these layers only what is read later."""
         self.receiver.expect(request_id, table, self._first(first_token, end_token), end_token)
 
-    def begin(
-        self, request_id: str, target: Iterable[StageShape], kv_heads: int, first_token: int, end_token: int
-    ) -> None:
-        """Announce that tokens [first, end) of a request will be sent to a replica of these stages.
+    def plan(self, target: Iterable[StageShape], kv_heads: int) -> KvPlan:
+        """What this worker sends to a replica of these stages.
 
         Raises
         ------
         ValueError : the replicas cannot divide the heads
         """
-        plan = outgoing(self._stages, self._worker, self._numbered(tuple(target)), kv_heads)
-        self._sender.begin(request_id, plan, self._first(first_token, end_token), end_token)
+        return outgoing(self._stages, self._worker, self._numbered(tuple(target)), kv_heads)
 
-    def begin_nothing(self, request_id: str) -> None:
-        """Announce that nothing of a request will be sent."""
-        self._sender.begin(request_id, (), 0, 0)
+    def begin(self, request_id: str, plan: KvPlan, first_token: int, end_token: int) -> None:
+        """Announce that tokens [first, end) of a request will be sent by a plan, or nothing of it by none."""
+        self._sender.begin(request_id, plan, self._first(first_token, end_token), end_token)
 
     def layer_ready(
         self, request_id: str, layer: int, upto_token: int, event: torch.cuda.Event | None

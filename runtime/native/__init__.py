@@ -8,7 +8,7 @@ setup.py builds them for each instruction set if it finds a compiler. If `serves
 torch's operators, which give the same values up to rounding; if `copies` is False, numpy.
 """
 
-from runtime.native.integers import LARGEST_INPUTS, Integers, find_ranges, linear_integers, pack_bytes
+from runtime.native.integers import LARGEST_INPUTS, GroupedIntegers, Integers, find_ranges, pack_bytes
 from runtime.native.kernels import (
     PLAIN_KV,
     Spans,
@@ -31,6 +31,7 @@ __all__ = [
     "LARGEST_INPUTS",
     "PLAIN_KV",
     "Grouped",
+    "GroupedIntegers",
     "Integers",
     "Quantised",
     "Spans",
@@ -44,7 +45,6 @@ __all__ = [
     "find_ranges",
     "gate",
     "linear",
-    "linear_integers",
     "linear_quantised",
     "mapped",
     "multiplies",

@@ -5,12 +5,11 @@
 // those of activations are signed, because that is what VNNI multiplies: sums of codes minus the zeros of weights
 // times the sum of a row's codes are the products. With zeros of activations, sums over columns come in.
 
-#include "vectors.h"
+#include "products.h"
 
-#include <algorithm>
 #include <cmath>
 #include <memory>
-#include <vector>
+#include <numeric>
 
 // GCC 11 came with an assembler that knows both encodings of products of bytes.
 #if defined(__AVX2__) && __GNUC__ >= 11
@@ -170,111 +169,100 @@ void round_row(const float *x, long inputs, Row &row, int8_t *codes) {
     for (int lane = 0; lane < LANES; ++lane) row.sum += sums[lane];
 }
 
-struct Weights {
+// A matrix, as `integers.py` lays out its addresses.
+struct Matrix {
     const int32_t *codes;
     const float *scales;
-    const uint8_t *zeros;
-    const int32_t *sums; // of the weights of an output, without its scale; null if activations have no zeros
-    const float *bias;
-    long words, outputs;
+    const uint8_t *zeros; // null: 128
+    const int32_t *sums;  // of the weights of an output, without its scale; null if activations have no zeros
+    const float *bias;    // or null
+    const float *steps;   // the scale and the zero of all rows; null: each has its own
 };
 
-// ROWS rows of x times one panel.
-template <typename Kind, int ROWS>
-void multiply(const int32_t *x, const Row *rows, const Weights &weights, long panel, const int32_t *ahead,
-              float *output, long width) {
-    constexpr int32_t MIDDLE = 128;
-    const long x_row = weights.words * Kind::STEP;
-    const int32_t *codes = weights.codes + panel * weights.words * PANEL;
-    Ints sums[ROWS][PANEL_VECTORS] = {};
-    for (long at = 0; at < weights.words; ++at, codes += PANEL, ahead += PANEL, x += Kind::STEP) {
-        Ints words[PANEL_VECTORS];
-        for (int part = 0; part < PANEL_VECTORS; ++part) {
-            words[part] = load_words(codes + part * LANES);
-            __builtin_prefetch(ahead + part * LANES, 0, 2);
-        }
-        Kind::template add<ROWS>(x, x_row, words, sums);
-    }
-    const float *const scales = weights.scales + panel * PANEL;
-    const float *const bias = weights.bias ? weights.bias + panel * PANEL : nullptr;
-    const uint8_t *const zeros = weights.zeros ? weights.zeros + panel * PANEL : nullptr;
-    const int32_t *const columns = weights.sums ? weights.sums + panel * PANEL : nullptr;
-    for (int row = 0; row < ROWS; ++row) {
-        // In double precision all of this is exact but for the last step.
-        const double scale = rows[row].scale, zero = rows[row].zero, sum = rows[row].sum;
-        int32_t found[PANEL];
-        float values[PANEL];
-        std::memcpy(found, sums[row], sizeof found);
-        for (int at = 0; at < PANEL; ++at) {
-            double exact = found[at] - (zeros ? zeros[at] : MIDDLE) * sum;
-            if (columns) exact -= zero * columns[at];
-            values[at] = static_cast<float>(exact * (scale * scales[at]) + (bias ? bias[at] : 0.f));
-        }
-        std::memcpy(output + row * weights.outputs, values, width * sizeof(float));
-    }
-}
-
-typedef void (*Multiply)(const int32_t *, const Row *, const Weights &, long, const int32_t *, float *, long);
-
-template <typename Kind> struct Multiplies {
-    Multiply by_rows[PRODUCT_ROWS + 1];
-    Multiplies() { fill<PRODUCT_ROWS>(); }
-
-    template <int ROWS> void fill() {
-        by_rows[ROWS] = multiply<Kind, ROWS>;
-        if constexpr (ROWS > 1) fill<ROWS - 1>();
-    }
-};
-
-template <typename Kind> const Multiplies<Kind> multiplies;
-
-// All rows of x times some of the panels.
-template <typename Kind>
-void multiply_panels(const int32_t *x, const Row *rows, long count, const Weights &weights, long first_panel,
-                     long end_panel, float *output) {
-    const long x_row = weights.words * Kind::STEP, size = weights.words * PANEL;
-    const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
-    for (long first = 0; first < count; first += block) {
-        const long some = std::min(block, count - first), groups = (some + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
-        for (long panel = first_panel; panel < end_panel; ++panel) {
-            const int32_t *const own = weights.codes + panel * size;
-            const long width = std::min<long>(PANEL, weights.outputs - panel * PANEL);
-            for (long group = 0; group < groups; ++group) {
-                const long from = first + some * group / groups, to = first + some * (group + 1) / groups;
-                // prefetch what is used soon of this panel, or the next panel during the last group
-                const int32_t *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
-                multiplies<Kind>.by_rows[to - from](x + from * x_row, rows + from, weights, panel, ahead,
-                                                    output + from * weights.outputs + panel * PANEL, width);
+template <typename Kind> struct Product {
+    // ROWS rows of x times one panel.
+    template <int ROWS>
+    static void multiply(const int32_t *x, const Row *rows, const Matrix &matrix, long words, long panel,
+                         const int32_t *ahead, float *output, long output_row, long width) {
+        constexpr int32_t MIDDLE = 128;
+        const long x_row = words * Kind::STEP;
+        const int32_t *codes = matrix.codes + panel * words * PANEL;
+        Ints found[ROWS][PANEL_VECTORS] = {};
+        for (long at = 0; at < words; ++at, codes += PANEL, ahead += PANEL, x += Kind::STEP) {
+            Ints loaded[PANEL_VECTORS];
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                loaded[part] = load_words(codes + part * LANES);
+                __builtin_prefetch(ahead + part * LANES, 0, 2);
             }
+            Kind::template add<ROWS>(x, x_row, loaded, found);
+        }
+        const float *const scales = matrix.scales + panel * PANEL;
+        const float *const bias = matrix.bias ? matrix.bias + panel * PANEL : nullptr;
+        const uint8_t *const zeros = matrix.zeros ? matrix.zeros + panel * PANEL : nullptr;
+        const int32_t *const columns = matrix.sums ? matrix.sums + panel * PANEL : nullptr;
+        for (int row = 0; row < ROWS; ++row) {
+            // In double precision all of this is exact but for the last step.
+            const double scale = rows[row].scale, zero = rows[row].zero, sum = rows[row].sum;
+            int32_t sums[PANEL];
+            float values[PANEL];
+            std::memcpy(sums, found[row], sizeof sums);
+            for (int at = 0; at < PANEL; ++at) {
+                double exact = sums[at] - (zeros ? zeros[at] : MIDDLE) * sum;
+                if (columns) exact -= zero * columns[at];
+                values[at] = static_cast<float>(exact * (scale * scales[at]) + (bias ? bias[at] : 0.f));
+            }
+            std::memcpy(output + row * output_row, values, width * sizeof(float));
         }
     }
+};
+
+// All rows of x times some of the panels of one matrix.
+template <typename Kind>
+void multiply_panels(const int32_t *x, const Row *rows, long count, const Matrix &matrix, long words,
+                     long outputs, long first_panel, long end_panel, float *output) {
+    const long x_row = words * Kind::STEP;
+    const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    for (long first = 0; first < count; first += block)
+        for_panels(std::min(block, count - first), matrix.codes, words * PANEL, AHEAD * PANEL, first_panel, end_panel,
+                   [&](long panel, long from, long to, const int32_t *ahead) {
+                       const long row = first + from, width = std::min<long>(PANEL, outputs - panel * PANEL);
+                       multiplies<Product<Kind>>.by_rows[to - from](
+                           x + row * x_row, rows + row, matrix, words, panel, ahead,
+                           output + row * outputs + panel * PANEL, outputs, width);
+                   });
 }
 
 template <typename Kind>
-void multiply_all(const float *x, long count, long inputs, const float *steps, const float *ranges,
-                  const Weights &weights, float *output) {
-    const long x_row = weights.words * Kind::STEP, panels = (weights.outputs + PANEL - 1) / PANEL;
+void multiply_all(const float *x, const int64_t *counts, long groups, long inputs, const float *ranges,
+                  const Matrix *matrices, long outputs, float *output) {
+    const long words = (inputs + WORD - 1) / WORD, x_row = words * Kind::STEP;
+    const long count = std::accumulate(counts, counts + groups, 0L);
     const std::unique_ptr<int32_t[]> laid_out(new int32_t[count * x_row]);
     std::vector<Row> rows(count);
-    const long pieces = count_pieces(panels, count);
+    std::vector<const Matrix *> matrix_of;
+    for (long group = 0; group < groups; ++group) matrix_of.insert(matrix_of.end(), counts[group], matrices + group);
+    const std::vector<Piece> pieces = in_pieces(counts, groups, outputs);
 #pragma omp parallel
     {
-        std::vector<int8_t> codes(weights.words * WORD + LANES);
+        std::vector<int8_t> codes(words * WORD + LANES);
 #pragma omp for
         for (long row = 0; row < count; ++row) {
-            const float *const own = x + row * inputs;
+            const float *const own = x + row * inputs, *const steps = matrix_of[row]->steps;
             if (steps)
                 rows[row] = {steps[0], steps[1], LOWEST, 0};
             else
                 rows[row] = row_of(ranges ? Range{ranges[2 * row], ranges[2 * row + 1]} : range_of(own, inputs),
-                                   weights.sums != nullptr);
+                                   matrix_of[row]->sums != nullptr);
             round_row(own, inputs, rows[row], codes.data());
-            Kind::lay_out(codes.data(), weights.words, laid_out.get() + row * x_row);
+            Kind::lay_out(codes.data(), words, laid_out.get() + row * x_row);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (long piece = 0; piece < pieces; ++piece)
-            multiply_panels<Kind>(laid_out.get(), rows.data(), count, weights, panels * piece / pieces,
-                                  panels * (piece + 1) / pieces, output);
+        for (long at = 0; at < static_cast<long>(pieces.size()); ++at) {
+            const Piece &piece = pieces[at];
+            multiply_panels<Kind>(laid_out.get() + piece.row * x_row, rows.data() + piece.row, counts[piece.group],
+                                  matrices[piece.group], words, outputs, piece.first_panel, piece.end_panel,
+                                  output + piece.row * outputs);
+        }
     }
 }
 
@@ -301,15 +289,14 @@ void find_ranges(const float *x, long rows, long inputs, float *ranges) {
     }
 }
 
-void multiply_integers(const float *x, long rows, long inputs, long kind, const float *steps, const float *ranges,
-                       const int32_t *codes, const float *scales, const uint8_t *zeros, const int32_t *sums,
-                       const float *bias, long outputs, float *output) {
-    const Weights weights{codes, scales, zeros, sums, bias, (inputs + WORD - 1) / WORD, outputs};
+void multiply_integers(const float *x, const int64_t *counts, long groups, long inputs, long kind,
+                       const float *ranges, const void *matrices, long outputs, float *output) {
 #if defined(__AVX512F__)
     const auto by_dots = multiply_all<Dots<false>>;
 #else
     const auto by_dots = kind == 2 ? multiply_all<Dots<true>> : multiply_all<Dots<false>>;
 #endif
-    (kind ? by_dots : multiply_all<Wider>)(x, rows, inputs, steps, ranges, weights, output);
+    (kind ? by_dots : multiply_all<Wider>)(x, counts, groups, inputs, ranges, static_cast<const Matrix *>(matrices),
+                                           outputs, output);
 }
 }

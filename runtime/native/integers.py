@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -38,32 +40,54 @@ def find_ranges(x: torch.Tensor) -> torch.Tensor:
     return ranges
 
 
-def linear_integers(
-    x: torch.Tensor,
-    weight: Integers,
-    bias: torch.Tensor | None,
-    steps: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-) -> torch.Tensor:
-    """x [n, in] float32, contiguous, rounded to integers, times a matrix of integers, plus a packed
-    bias -> [n, out].
+class GroupedIntegers:
+    """Products with matrices of integers of equal size, each with its own rows of x, which are rounded to
+    integers.
 
     The products are summed exactly, and rounded once. A row's result does not depend on the others.
 
     Parameters
     ----------
-    steps : [2] float32, the scale and the zero of all rows; None: each has its own
-    ranges : [n, 2] float32, how far rows go below and above zero; None: as they do
+    weights : of each group
+    biases : packed, of each group, or None
+    steps : of each group, [2] float32 on the CPU, the scale and the zero of all its rows; None: each row has
+        its own
     """
-    output = x.new_empty(len(x), weight.outputs)
-    parts = (steps, ranges, weight.codes, weight.scales, weight.zeros, weight.sums, bias)
-    library.call(
-        "multiply_integers",
-        x.data_ptr(),
-        *x.shape,
-        library.multiplies_bytes(),
-        *(None if part is None else part.data_ptr() for part in parts),
-        weight.outputs,
-        output.data_ptr(),
-    )
-    return output
+
+    def __init__(
+        self,
+        weights: Sequence[Integers],
+        biases: Sequence[torch.Tensor | None],
+        steps: Sequence[torch.Tensor | None],
+    ) -> None:
+        self._outputs = weights[0].outputs
+        self._kept = [
+            (weight.codes, weight.scales, weight.zeros, weight.sums, bias, step)
+            for weight, bias, step in zip(weights, biases, steps, strict=True)
+        ]
+        addresses = [[0 if part is None else part.data_ptr() for part in parts] for parts in self._kept]
+        self._matrices = np.array(addresses, dtype=np.uint64)
+
+    def __call__(
+        self, x: torch.Tensor, counts: Sequence[int], ranges: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [n, in] float32, contiguous and sorted by group, of which each has so many rows -> [n, out].
+
+        Parameters
+        ----------
+        ranges : [n, 2] float32, how far rows go below and above zero; None: as they do
+        """
+        output, rows = x.new_empty(len(x), self._outputs), np.array(counts, dtype=np.int64)
+        library.call(
+            "multiply_integers",
+            x.data_ptr(),
+            rows.ctypes.data,
+            len(rows),
+            x.shape[1],
+            library.multiplies_bytes(),
+            None if ranges is None else ranges.data_ptr(),
+            self._matrices.ctypes.data,
+            self._outputs,
+            output.data_ptr(),
+        )
+        return output

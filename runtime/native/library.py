@@ -20,7 +20,7 @@ _ARGUMENTS = {
     "store_heads": "pllplllpl",
     "multiply_packed": "plllpplp",
     "multiply_quantised": "plllppllplplplp",
-    "multiply_integers": "plllppppppplp",
+    "multiply_integers": "pplllpplp",
     "find_ranges": "pllp",
     "multiply_grouped": "pplllpplp",
     "multiply_mxfp4": "ppllppplp",

@@ -1,10 +1,7 @@
 // Products with weights in panels, in float32, bfloat16 and mxfp4, as fast as memory allows for few rows.
 // `products.py` documents the arguments. All arrays are row-major; sizes are counts of values.
 
-#include "vectors.h"
-
-#include <algorithm>
-#include <vector>
+#include "products.h"
 
 // GCC 10 came with an assembler that knows products of pairs.
 #if defined(__AVX512F__) && __GNUC__ >= 10
@@ -84,44 +81,32 @@ struct Dots {
     }
 };
 
-// ROWS rows of x times one panel; `ahead` is prefetched meanwhile. Every row is summed in the same order
-// whatever ROWS is, so a token's result does not depend on its batch.
-template <typename Kind, int ROWS>
-void multiply(const typename Kind::Input *x, long words, const float *panel, const float *bias,
-              const float *ahead, typename Kind::Value *output, long output_row, long width) {
-    const long x_row = words * Kind::STEP;
-    Floats result[ROWS][PANEL_VECTORS];
-    for (int row = 0; row < ROWS; ++row)
-        for (int part = 0; part < PANEL_VECTORS; ++part)
-            result[row][part] = bias ? load(bias + part * LANES) : Floats{};
-    for (long at = 0; at < words; ++at, panel += PANEL, ahead += PANEL, x += Kind::STEP) {
-        Floats weights[PANEL_VECTORS];
-        for (int part = 0; part < PANEL_VECTORS; ++part) {
-            weights[part] = load(panel + part * LANES);
-            __builtin_prefetch(ahead + part * LANES, 0, 2);
+template <typename Kind> struct Product {
+    // ROWS rows of x times one panel; `ahead` is prefetched meanwhile. Every row is summed in the same order
+    // whatever ROWS is, so a token's result does not depend on its batch.
+    template <int ROWS>
+    static void multiply(const typename Kind::Input *x, long words, const float *panel, const float *bias,
+                         const float *ahead, typename Kind::Value *output, long output_row, long width) {
+        const long x_row = words * Kind::STEP;
+        Floats result[ROWS][PANEL_VECTORS];
+        for (int row = 0; row < ROWS; ++row)
+            for (int part = 0; part < PANEL_VECTORS; ++part)
+                result[row][part] = bias ? load(bias + part * LANES) : Floats{};
+        for (long at = 0; at < words; ++at, panel += PANEL, ahead += PANEL, x += Kind::STEP) {
+            Floats weights[PANEL_VECTORS];
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                weights[part] = load(panel + part * LANES);
+                __builtin_prefetch(ahead + part * LANES, 0, 2);
+            }
+            Kind::template add<ROWS>(x, x_row, weights, result);
         }
-        Kind::template add<ROWS>(x, x_row, weights, result);
-    }
-    for (int row = 0; row < ROWS; ++row) {
-        typename Kind::Value values[PANEL];
-        for (int part = 0; part < PANEL_VECTORS; ++part) store(values + part * LANES, result[row][part]);
-        std::memcpy(output + row * output_row, values, width * sizeof values[0]);
-    }
-}
-
-template <typename Kind> struct Multiplies {
-    typedef void (*Multiply)(const typename Kind::Input *, long, const float *, const float *, const float *,
-                             typename Kind::Value *, long, long);
-    Multiply by_rows[PRODUCT_ROWS + 1];
-    Multiplies() { fill<PRODUCT_ROWS>(); }
-
-    template <int ROWS> void fill() {
-        by_rows[ROWS] = multiply<Kind, ROWS>;
-        if constexpr (ROWS > 1) fill<ROWS - 1>();
+        for (int row = 0; row < ROWS; ++row) {
+            typename Kind::Value values[PANEL];
+            for (int part = 0; part < PANEL_VECTORS; ++part) store(values + part * LANES, result[row][part]);
+            std::memcpy(output + row * output_row, values, width * sizeof values[0]);
+        }
     }
 };
-
-template <typename Kind> const Multiplies<Kind> multiplies;
 
 // All rows of x times some of the panels.
 template <typename Kind>
@@ -140,20 +125,13 @@ void multiply_panels(const typename Kind::Value *x, long rows, long inputs, cons
             convert(x + first * inputs, count * inputs, converted.data());
             some = converted.data();
         }
-        const long groups = (count + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
-        for (long panel = first_panel; panel < end_panel; ++panel) {
-            const float *const own = packed + panel * size;
-            const float *const added = bias ? bias + panel * PANEL : nullptr;
-            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
-            for (long group = 0; group < groups; ++group) {
-                const long from = count * group / groups, to = count * (group + 1) / groups;
-                // prefetch what is used soon of this panel, or the next panel during the last group
-                const float *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
-                multiplies<Kind>.by_rows[to - from](some + from * x_row, words, own, added, ahead,
-                                                    output + (first + from) * outputs + panel * PANEL, outputs,
-                                                    width);
-            }
-        }
+        for_panels(count, packed, size, AHEAD * PANEL, first_panel, end_panel,
+                   [&](long panel, long from, long to, const float *ahead) {
+                       const long width = std::min<long>(PANEL, outputs - panel * PANEL);
+                       multiplies<Product<Kind>>.by_rows[to - from](
+                           some + from * x_row, words, packed + panel * size, bias ? bias + panel * PANEL : nullptr,
+                           ahead, output + (first + from) * outputs + panel * PANEL, outputs, width);
+                   });
     }
 }
 
@@ -200,57 +178,42 @@ inline Floats value_of(const Ints &codes) {
 #endif
 }
 
-// ROWS rows of x times one panel of codes [inputs / WORD, PANEL] with exponents [inputs / MX_BLOCK, PANEL].
-template <int ROWS>
-void multiply_mx(const float *x, long inputs, const int32_t *codes, const uint8_t *exponents,
-                 const float *bias, float *output, long output_row, long width) {
-    Floats result[ROWS][PANEL_VECTORS];
-    for (int row = 0; row < ROWS; ++row)
-        for (int part = 0; part < PANEL_VECTORS; ++part)
-            result[row][part] = bias ? load(bias + part * LANES) : Floats{};
-    for (long first = 0; first < inputs; first += MX_BLOCK, exponents += PANEL) {
-        Floats sums[ROWS][PANEL_VECTORS] = {};
-        for (long from = first; from < first + MX_BLOCK; from += WORD, codes += PANEL)
-            for (int part = 0; part < PANEL_VECTORS; ++part) {
-                Ints words = load_words(codes + part * LANES);
-                for (long at = from; at < from + WORD; ++at, words >>= 4) {
-                    const Floats weights = value_of(words);
-                    for (int row = 0; row < ROWS; ++row) sums[row][part] += x[row * inputs + at] * weights;
+struct MxProduct {
+    // ROWS rows of x times one panel of codes [inputs / WORD, PANEL] with exponents [inputs / MX_BLOCK, PANEL].
+    template <int ROWS>
+    static void multiply(const float *x, long inputs, const int32_t *codes, const uint8_t *exponents,
+                         const float *bias, float *output, long output_row, long width) {
+        Floats result[ROWS][PANEL_VECTORS];
+        for (int row = 0; row < ROWS; ++row)
+            for (int part = 0; part < PANEL_VECTORS; ++part)
+                result[row][part] = bias ? load(bias + part * LANES) : Floats{};
+        for (long first = 0; first < inputs; first += MX_BLOCK, exponents += PANEL) {
+            Floats sums[ROWS][PANEL_VECTORS] = {};
+            for (long from = first; from < first + MX_BLOCK; from += WORD, codes += PANEL)
+                for (int part = 0; part < PANEL_VECTORS; ++part) {
+                    Ints words = load_words(codes + part * LANES);
+                    for (long at = from; at < from + WORD; ++at, words >>= 4) {
+                        const Floats weights = value_of(words);
+                        for (int row = 0; row < ROWS; ++row) sums[row][part] += x[row * inputs + at] * weights;
+                    }
                 }
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                const Floats scale = as_floats(load_bytes(exponents + part * LANES) << 23);
+                for (int row = 0; row < ROWS; ++row) result[row][part] += sums[row][part] * scale;
             }
-        for (int part = 0; part < PANEL_VECTORS; ++part) {
-            const Floats scale = as_floats(load_bytes(exponents + part * LANES) << 23);
-            for (int row = 0; row < ROWS; ++row) result[row][part] += sums[row][part] * scale;
         }
+        for (int row = 0; row < ROWS; ++row)
+            std::memcpy(output + row * output_row, result[row], width * sizeof(float));
     }
-    for (int row = 0; row < ROWS; ++row)
-        std::memcpy(output + row * output_row, result[row], width * sizeof(float));
-}
+};
 
-typedef void (*MultiplyMx)(const float *, long, const int32_t *, const uint8_t *, const float *, float *, long,
-                           long);
-
-template <int ROWS = 1> MultiplyMx mx_for(long rows) {
-    if constexpr (ROWS < MX_ROWS)
-        if (rows > ROWS) return mx_for<ROWS + 1>(rows);
-    return multiply_mx<ROWS>;
-}
-
-// Calls do_part(group, first row, first panel, end panel) for all groups that have rows, in parallel.
-template <typename Part>
-void for_groups(const int64_t *counts, long groups, long outputs, Part do_part) {
-    struct Item {
-        long group, row, first_panel, end_panel;
-    };
-    const long panels = (outputs + PANEL - 1) / PANEL;
-    const long pieces = std::min<long>(panels, omp_get_max_threads());
-    std::vector<Item> items;
-    for (long group = 0, row = 0; group < groups; row += counts[group++])
-        for (long piece = 0; counts[group] && piece < pieces; ++piece)
-            items.push_back({group, row, panels * piece / pieces, panels * (piece + 1) / pieces});
+// Calls multiply(group, first row, first panel, end panel) for all groups that have rows, in parallel.
+template <typename Run>
+void for_groups(const int64_t *counts, long groups, long outputs, Run multiply) {
+    const std::vector<Piece> pieces = in_pieces(counts, groups, outputs);
 #pragma omp parallel for schedule(dynamic, 1)
-    for (long at = 0; at < static_cast<long>(items.size()); ++at)
-        do_part(items[at].group, items[at].row, items[at].first_panel, items[at].end_panel);
+    for (long at = 0; at < static_cast<long>(pieces.size()); ++at)
+        multiply(pieces[at].group, pieces[at].row, pieces[at].first_panel, pieces[at].end_panel);
 }
 
 } // namespace
@@ -314,8 +277,9 @@ void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inp
             const long width = std::min<long>(PANEL, outputs - panel * PANEL);
             for (long first = 0; first < counts[group]; first += MX_ROWS) {
                 const long from = row + first, count = std::min<long>(MX_ROWS, counts[group] - first);
-                mx_for(count)(x + from * inputs, inputs, own, scales, added,
-                              output + from * outputs + panel * PANEL, outputs, width);
+                multiplies<MxProduct, MX_ROWS>.by_rows[count](x + from * inputs, inputs, own, scales, added,
+                                                              output + from * outputs + panel * PANEL,
+                                                              outputs, width);
             }
         }
     });

@@ -5,10 +5,7 @@
 // the packed bytes. For more rows, a tile of weights turns into floats in the cache, and all rows pass it.
 // Either way a row is summed in the same order, so a token's result does not depend on its batch.
 
-#include "vectors.h"
-
-#include <algorithm>
-#include <vector>
+#include "products.h"
 
 namespace {
 
@@ -119,46 +116,37 @@ inline void add_run(const float *x, long x_row, const uint8_t *codes, long count
         }
 }
 
-// ROWS rows of x times one panel.
-template <typename Codes, int ROWS, bool ZEROS>
-void multiply(const float *x, const Weights &weights, long panel, const float *bias, float *output,
-              long output_row, long width) {
-    float totals[ROWS][PANEL] = {};
-    const uint8_t *const codes = weights.codes + panel * weights.inputs * Codes::BYTES;
-    for (long run = 0; run < weights.count; ++run) {
-        const int32_t first = weights.runs[3 * run], end = weights.runs[3 * run + 1];
-        const long group = weights.runs[3 * run + 2];
-        Floats scale[PANEL_VECTORS], zero[PANEL_VECTORS];
-        weights.read_scales_of(panel, group, scale);
-        if (ZEROS) weights.read_zeros_of<Codes>(panel, group, zero);
-        add_run<Codes, ROWS, ZEROS>(x + first, weights.inputs, codes + first * Codes::BYTES, end - first, zero,
-                                    scale, totals[0], PANEL);
+template <typename Codes, bool ZEROS> struct Direct {
+    // ROWS rows of x times one panel.
+    template <int ROWS>
+    static void multiply(const float *x, const Weights &weights, long panel, const float *bias, float *output,
+                         long output_row, long width) {
+        float totals[ROWS][PANEL] = {};
+        const uint8_t *const codes = weights.codes + panel * weights.inputs * Codes::BYTES;
+        for (long run = 0; run < weights.count; ++run) {
+            const int32_t first = weights.runs[3 * run], end = weights.runs[3 * run + 1];
+            const long group = weights.runs[3 * run + 2];
+            Floats scale[PANEL_VECTORS], zero[PANEL_VECTORS];
+            weights.read_scales_of(panel, group, scale);
+            if (ZEROS) weights.read_zeros_of<Codes>(panel, group, zero);
+            add_run<Codes, ROWS, ZEROS>(x + first, weights.inputs, codes + first * Codes::BYTES, end - first, zero,
+                                        scale, totals[0], PANEL);
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (long at = 0; at < width; ++at)
+                output[row * output_row + at] = totals[row][at] + (bias ? bias[panel * PANEL + at] : 0.f);
     }
-    for (int row = 0; row < ROWS; ++row)
-        for (long at = 0; at < width; ++at)
-            output[row * output_row + at] = totals[row][at] + (bias ? bias[panel * PANEL + at] : 0.f);
-}
-
-template <int ROWS>
-void multiply_tile(const float *x, long x_row, const float *tile, long count, const Floats *scale,
-                   float *totals, long totals_row) {
-    add_run<Tile, ROWS, false>(x, x_row, reinterpret_cast<const uint8_t *>(tile), count, nullptr, scale,
-                               totals, totals_row);
-}
-
-typedef void (*Multiply)(const float *, const Weights &, long, const float *, float *, long, long);
-typedef void (*MultiplyTile)(const float *, long, const float *, long, const Floats *, float *, long);
-
-struct Multiplies {
-    Multiply direct[PRODUCT_ROWS + 1];
-    MultiplyTile tiled[PRODUCT_ROWS + 1];
 };
 
-template <typename Codes, bool ZEROS, int ROWS> void fill(Multiplies &by_rows) {
-    by_rows.direct[ROWS] = multiply<Codes, ROWS, ZEROS>;
-    by_rows.tiled[ROWS] = multiply_tile<ROWS>;
-    if constexpr (ROWS > 1) fill<Codes, ZEROS, ROWS - 1>(by_rows);
-}
+struct Tiled {
+    // ROWS rows of x times a tile.
+    template <int ROWS>
+    static void multiply(const float *x, long x_row, const float *tile, long count, const Floats *scale,
+                         float *totals, long totals_row) {
+        add_run<Tile, ROWS, false>(x, x_row, reinterpret_cast<const uint8_t *>(tile), count, nullptr, scale,
+                                   totals, totals_row);
+    }
+};
 
 constexpr long TILED_ROWS = 20 * PRODUCT_ROWS; // that pass a tile together
 constexpr long TILED_INPUTS = 512;             // of x, copied for them: both fit the L2 cache
@@ -167,7 +155,7 @@ constexpr long X_ROW = TILED_INPUTS + 16;      // so that rows do not compete fo
 // Many rows times the panels of one thread.
 template <typename Codes, bool ZEROS>
 void multiply_many(const float *x, long rows, const Weights &weights, long first_panel, long end_panel,
-                   const float *bias, long outputs, float *output, const Multiplies &by_rows) {
+                   const float *bias, long outputs, float *output) {
     const long panels = end_panel - first_panel, stride = panels * PANEL;
     const long most = std::min(rows, TILED_ROWS);
     std::vector<float> totals(most * stride), copied(most * X_ROW), tile(TILED_INPUTS * PANEL);
@@ -197,7 +185,7 @@ void multiply_many(const float *x, long rows, const Weights &weights, long first
                             store(tile.data() + at * PANEL + part * LANES, values[part] - zero[part]);
                     }
                     for (long row = 0; row < count; row += PRODUCT_ROWS)
-                        by_rows.tiled[std::min<long>(PRODUCT_ROWS, count - row)](
+                        multiplies<Tiled>.by_rows[std::min<long>(PRODUCT_ROWS, count - row)](
                             &copied[row * X_ROW + begin - first], X_ROW, tile.data(), length, scale,
                             &totals[row * stride + (panel - first_panel) * PANEL], stride);
                 }
@@ -212,21 +200,16 @@ void multiply_many(const float *x, long rows, const Weights &weights, long first
 template <typename Codes, bool ZEROS>
 void multiply_all(const float *x, long rows, const Weights &weights, const float *bias, long outputs,
                   float *output) {
-    static const Multiplies by_rows = [] {
-        Multiplies filled;
-        fill<Codes, ZEROS, PRODUCT_ROWS>(filled);
-        return filled;
-    }();
     const long panels = (outputs + PANEL - 1) / PANEL;
 #pragma omp parallel
     {
         const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const long first = panels * thread / threads, end = panels * (thread + 1) / threads;
         if (rows > PRODUCT_ROWS && end > first)
-            multiply_many<Codes, ZEROS>(x, rows, weights, first, end, bias, outputs, output, by_rows);
+            multiply_many<Codes, ZEROS>(x, rows, weights, first, end, bias, outputs, output);
         else if (rows > 0)
             for (long panel = first; panel < end; ++panel)
-                by_rows.direct[rows](x, weights, panel, bias, output + panel * PANEL, outputs,
+                multiplies<Direct<Codes, ZEROS>>.by_rows[rows](x, weights, panel, bias, output + panel * PANEL, outputs,
                                      std::min<long>(PANEL, outputs - panel * PANEL));
     }
 }

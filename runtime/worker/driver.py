@@ -254,7 +254,8 @@ class Driver(DriverBase):
             case KvSent():
                 self._count_sent(message.request_id)
             case RequestFailed():
-                if message.request_id in self._scheduler:
+                # Other workers, and other groups of their layers, say the same of a replica that is lost.
+                if not self._scheduler.is_over(message.request_id):
                     self._fail(message.request_id, message.text, message.fault)
             case _:
                 log.warning("replica %s: unexpected %s", self._replica, type(message).__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from runtime.engine.base import Engine, HopOutcome, RangeEngine, Rows
-from runtime.kv_transfer.layer_group import WHOLE, WINDOWED, LayerGroup
+from runtime.kv_transfer.layer_group import WHOLE, WINDOWED, KvPlan, LayerGroup
 from runtime.kv_transfer.stream import Shapers
 from runtime.protocol.between_workers import ExpectKv, KvSent, SequenceStart, Step, StepResult
 from runtime.protocol.framing import Connection
@@ -163,14 +163,15 @@ class Executor:
     def _begin_sending(self, start: SequenceStart) -> None:
         """Get ready to send a request's KV cache to its target. If that has gone since the driver accepted
         the request: nothing is sent, and the request fails."""
-        tokens = start.target_tokens, start.end_token
-        for group in self._groups:
-            try:
-                target = self._replicas[start.target]
-                group.begin(start.request_id, target, self.spec.kv_heads, *tokens)
-            except (KeyError, ValueError) as error:
-                self._failed(start.request_id, f"the KV cache can't go to replica {start.target}: {error}")
-                group.begin_nothing(start.request_id)
+        plans: list[KvPlan]
+        try:
+            target = self._replicas[start.target]
+            plans = [group.plan(target, self.spec.kv_heads) for group in self._groups]
+        except (KeyError, ValueError) as error:
+            self._failed(start.request_id, f"the KV cache can't go to replica {start.target}: {error}")
+            plans = [() for _ in self._groups]
+        for group, plan in zip(self._groups, plans, strict=True):
+            group.begin(start.request_id, plan, start.target_tokens, start.end_token)
 
     def _sent(self, request_id: str) -> None:
         self._report(KvSent(request_id=request_id, worker=self.config.worker))

@@ -96,6 +96,11 @@ class Scheduler:
         request = self._requests.get(request_id)
         return request is not None and request.state is State.EXPECTED
 
+    def is_over(self, request_id: str) -> bool:
+        """Whether a request is cancelled or unknown."""
+        request = self._requests.get(request_id)
+        return request is None or request.cancelled
+
     # -- arrivals
 
     def expect(self, reservation: Reservation) -> None:

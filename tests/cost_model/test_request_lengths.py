@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shapes import LLAMA_70B, WINDOWED, batches, group_of, phases
 
-from cost_model.lengths import BLOCK_TOKENS, RequestLengths, Window, attended_tokens
+from cost_model.lengths import BLOCK_TOKENS, RequestLengths, Window, attended_tokens, moved_tokens
 from cost_model.registry import COST_MODELS, make_cost_model
 
 classes = st.lists(
@@ -31,7 +33,7 @@ def test_means_are_those_of_the_tokens_counted_one_by_one(mixture, window):
     assert lengths.kv_tokens_prefill(window, 64) == pytest.approx(np.mean(prompts))
     whole = [min(isl + osl, cut + BLOCK_TOKENS) for isl, osl in requests for _ in range(osl)]
     assert lengths.kv_tokens_decode(window) == pytest.approx(np.mean(whole))
-    moved = [min(isl, cut + BLOCK_TOKENS / 2) for isl, _ in requests]
+    moved = [min(isl, cut + (BLOCK_TOKENS - 3) / 2) for isl, _ in requests]
     assert lengths.kv_tokens_moved(window) == pytest.approx(np.mean(moved))
     context = [min(isl + osl / 2, cut) for isl, osl in requests for _ in range(osl)]
     assert lengths.decode_context(window) == pytest.approx(np.mean(context))
@@ -61,7 +63,7 @@ def test_one_class_is_itself_to_the_last_bit(isl, osl, weight, window):
     assert lengths.decode_context(window) == min(isl + osl / 2, cut)
     assert lengths.kv_tokens_prefill(window, 64) == min(isl, cut + 64)
     assert lengths.kv_tokens_decode(window) == min(isl + osl, cut + BLOCK_TOKENS)
-    assert lengths.kv_tokens_moved(window) == min(isl, cut + BLOCK_TOKENS / 2)
+    assert lengths.kv_tokens_moved(window) == min(isl, cut + (BLOCK_TOKENS - 3) / 2)
 
 
 @given(
@@ -80,6 +82,25 @@ def test_costs_depend_on_shares_and_not_on_how_they_are_written(mixture, name, m
     assert one.layer_s(phase, group, batch) == pytest.approx(two.layer_s(phase, group, batch))
     memory = [costs.stage_memory(phase, group, True, True).needed(10, 8) for costs in (one, two)]
     assert memory[0] == pytest.approx(memory[1])
+
+
+@given(windows, st.floats(0, 1), st.integers(1, 300), st.lists(st.integers(0, 300), max_size=6))
+def test_chunks_move_what_their_prompt_moves(window, share, prompt, ends):
+    window = window and Window(window.tokens, share)
+    cuts = [0, *sorted(min(end, prompt) for end in ends), prompt]
+    chunks = [moved_tokens(first, end, prompt, window) for first, end in pairwise(cuts)]
+    assert sum(chunks) == pytest.approx(moved_tokens(0, prompt, prompt, window))
+    assert min(chunks) >= 0
+
+
+@given(windows, st.floats(0, 1), st.integers(0, 50))
+def test_prompts_move_on_average_what_is_planned(window, share, more):
+    """Of all lengths to the next block that are longer than the window."""
+    window = window and Window(window.tokens, share)
+    prompts = [120 + more + length for length in range(BLOCK_TOKENS)]
+    lengths = RequestLengths.of([(prompt, 10, 1) for prompt in prompts])
+    moved = [moved_tokens(0, prompt, prompt, window) for prompt in prompts]
+    assert lengths.kv_tokens_moved(window) == pytest.approx(np.mean(moved))
 
 
 def test_a_few_long_requests_fill_the_cache():

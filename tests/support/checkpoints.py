@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from quantised import round_inputs
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -199,7 +200,9 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 def by_transformers(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """A checkpoint's model in transformers, with weights of this type."""
     readable = folder / EXPANDED if (folder / EXPANDED).exists() else folder
-    return AutoModelForCausalLM.from_pretrained(readable, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(readable, dtype=dtype, experts_implementation="eager")
+    round_inputs(model, readable)
+    return model
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import forward
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from safetensors.torch import load_file, save_file
 
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -264,6 +265,71 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
 
 ROUNDED = [name for name in FORMATS if name.startswith("W8A8")]
 """Those whose activations are integers, too: transformers rounds them by compressed-tensors."""
+
+
+NOT_ROUNDED = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe", "opt")
+"""Families whose activations transformers does not round as such files say: it reads no experts that are
+stored so, and gives all tokens of OPT's feed-forward one scale."""
+_NOTE = "rounding.json"
+_NOT_MULTIPLIED = ("lm_head", "kv_b_proj")
+"""Linear modules whose inputs stay as they are; docs/quantised.md says why those of the latter do."""
+
+
+def the_same_in_transformers(family: str, name: str, stored: Path, plain: Path) -> Path:
+    """The folder from which `checkpoints.by_transformers` makes a model that computes what a quantised one
+    stands for: the same weights in float32; where activations are rounded, too, the quantised model itself,
+    or for families that are NOT_ROUNDED the same weights with a note that inputs are to be rounded."""
+    if name not in ROUNDED:
+        return plain
+    if family not in NOT_ROUNDED:
+        return stored
+    into, args = plain.with_name("rounded"), FORMATS[name][0]["config_groups"]["group_0"]["input_activations"]
+    tensors = load_file(stored / "model.safetensors")
+
+    def shared(suffix: str) -> float:
+        return next((value.item() for key, value in tensors.items() if key.endswith(suffix)), 0)
+
+    note = {"args": args, "scale": shared(".input_scale"), "zero": shared(".input_zero_point")}
+    shutil.copytree(plain, into)
+    (into / _NOTE).write_text(json.dumps(note))
+    return into
+
+
+def round_inputs(model: torch.nn.Module, folder: Path) -> None:
+    """If a folder's note says so, let compressed-tensors round what modules of transformers multiply by
+    weights that the quantised model has in integers, each token by itself."""
+    if not (folder / _NOTE).exists():
+        return
+    note = json.loads((folder / _NOTE).read_text())
+    args = QuantizationArgs(**note["args"])
+
+    def rounded_input(x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(1, -1, x.shape[-1])
+        if args.dynamic:
+            scales, zeros = compute_dynamic_scales_and_zp(tokens, args, torch.nn.Module())
+        else:
+            scales, zeros = torch.tensor([note["scale"]]), torch.tensor([note["zero"]])
+        return forward.fake_quantize(tokens, scales, zeros, args).view_as(x)
+
+    def with_rounded_products(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*inputs: torch.Tensor) -> torch.Tensor:
+            def product(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+                return linear(rounded_input(x), *weights)
+
+            linear, torch.nn.functional.linear = torch.nn.functional.linear, product
+            try:
+                return compute(*inputs)
+            finally:
+                torch.nn.functional.linear = linear
+
+        return run
+
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, torch.nn.Linear) and last not in _NOT_MULTIPLIED:
+            module.register_forward_pre_hook(lambda _, inputs: (rounded_input(inputs[0]),))
+        elif last == "experts":
+            module.forward = with_rounded_products(module.forward)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from checkpoints import LAYERS, VOCAB, greedy, write_llama
+from checkpoints import LAYERS, VOCAB, greedy, write_gemma3, write_llama
 from engine_harness import TIMEOUT_S, Cluster, Shape
 from stage_shapes import replica_cells
 
@@ -21,7 +21,7 @@ from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import Failed
 from runtime.protocol.handshake import Credentials, connect
 from runtime.protocol.message import PROTOCOL_VERSION, Sampling
-from runtime.protocol.to_workers import Connect, Decode
+from runtime.protocol.to_workers import Connect, Decode, WindowedLayers
 
 ONE: Shape = [(1, 0, LAYERS)]
 SPLIT: Shape = [(2, 0, 2), (1, 2, LAYERS)]
@@ -131,8 +131,20 @@ def test_garbage_is_refused_and_silence_costs_nobody(cluster: Cluster, answer: l
         stream.close()
 
 
-def test_a_lost_decode_replica_fails_only_its_requests(folder: Path, answer: list[int]) -> None:
-    with Cluster(folder, {"p": ONE, "d": ONE, "e": SPLIT}) as cluster:
+def in_groups(folder: Path, windowed: bool) -> tuple[Path, dict[str, object]]:
+    """A model and settings of its workers: KV caches move in one group of layers, or in two."""
+    if not windowed:
+        return folder, {}
+    apart = WindowedLayers(layers=(0, 1, 3, 4), window=9, kv_budget_tokens=BUDGET)
+    return write_gemma3(folder.parent / "gemma3"), {"windowed": apart}
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_lost_decode_replica_fails_only_its_requests(folder: Path, windowed: bool) -> None:
+    """Each once, however many workers send its KV cache, and in however many groups of layers."""
+    folder, settings = in_groups(folder, windowed)
+    answer = greedy(folder, [PROMPT], 32)[0]
+    with Cluster(folder, {"p": SPLIT, "d": ONE, "e": ONE}, **settings) as cluster:
         serves(cluster, "before", "p", "d", answer)
         rule = Sampling(max_tokens=32, ignore_eos=True)
         cluster.submit("to the dead", PROMPT, rule, "p", "d", hold=True)
@@ -141,9 +153,9 @@ def test_a_lost_decode_replica_fails_only_its_requests(folder: Path, answer: lis
         cluster.prefill("to the dead")
         cluster.submit("beside", PROMPT, rule, "p", "e")
         outcome = cluster.wait("to the dead", lambda o: o.released == {"p"})
-        assert len(outcome.failures) == 1
         assert cluster.finish("beside").tokens == answer
         serves(cluster, "after", "p", "e", answer)
+        assert len(outcome.failures) == 1
 
 
 def test_a_new_replica_takes_the_place_of_a_lost_one(folder: Path, answer: list[int]) -> None:
@@ -156,13 +168,16 @@ def test_a_new_replica_takes_the_place_of_a_lost_one(folder: Path, answer: list[
         serves(cluster, "back", "d", "e", answer)
 
 
-def test_a_follower_that_has_lost_sight_of_the_target_fails_the_request(folder: Path) -> None:
-    with Cluster(folder, {"p": SPLIT, "d": ONE}) as cluster:
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_follower_that_has_lost_sight_of_the_target_fails_the_request(folder: Path, windowed: bool) -> None:
+    folder, settings = in_groups(folder, windowed)
+    with Cluster(folder, {"p": SPLIT, "d": ONE}, **settings) as cluster:
         cluster.controls["p/1"].send(Connect(peers={}, replicas={}, store_port=0))
         time.sleep(0.2)
         cluster.submit("blind", PROMPT, Sampling(max_tokens=9), "p", "d")
         outcome = cluster.wait("blind", lambda o: "p" in o.released)
-        assert "can't go to replica d" in outcome.failures[0].text
+        (failure,) = outcome.failures
+        assert "can't go to replica d" in failure.text
         cluster.connect()
         time.sleep(0.2)
         cluster.submit("seeing", PROMPT, Sampling(max_tokens=9, ignore_eos=True), "p", "d")

@@ -12,8 +12,9 @@ from instructions import BUILDS
 from quantised import without_lowest_code
 
 from runtime import native
+from runtime.engine.torch.experts import GroupedLinear
 from runtime.engine.torch.quantised.activations import Activations
-from runtime.engine.torch.quantised.integers import IntegerWeight, rounding
+from runtime.engine.torch.quantised.integers import IntegerProduct, IntegerWeight, rounding
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 
@@ -86,12 +87,46 @@ def exact(
 def test_products_are_exact(outputs: int, inputs: int, zeros: bool, activations: Activations) -> None:
     torch.manual_seed(inputs)
     weight, bias = matrix(outputs, inputs, zeros, activations), torch.randn(outputs)
-    product = IntegerWeight(weight, activations).product(bias)
+    product = IntegerProduct(IntegerWeight(weight, activations), bias)
     for rows in (0, 1, 3, 7, 13, 60):
         x = torch.randn(rows, inputs) * torch.rand(rows, 1) * 10
         x[: rows // 5] = 0
         expected = exact(x, weight, bias, activations) if rows else x.new_empty(0, outputs)
         assert torch.equal(product(x), expected)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0, 0), (3, 0, 1, 40), (0, 1, 0, 0)])
+@pytest.mark.usefixtures("kernels")
+def test_groups_of_rows_are_as_exact_as_single_products(counts: tuple[int, ...]) -> None:
+    """Each with a matrix of its own, which rounds in its own way; some have zeros, or a bias."""
+    torch.manual_seed(sum(counts))
+    products, expected, parts = [], [], []
+    for number, (count, activations) in enumerate(zip(counts, DYNAMIC + STATIC, strict=True)):
+        weight, bias = matrix(70, 103, number < 2, activations), torch.randn(70) * (number != 2)
+        added = None if number == 2 else bias
+        products.append(IntegerProduct(IntegerWeight(weight, activations), added))
+        parts.append(torch.randn(count, 103) * (1 + torch.arange(count)[:, None]))
+        if count:
+            expected.append(exact(parts[-1], weight, bias, activations))
+    found = IntegerProduct.grouped(products)(torch.cat(parts), counts)
+    assert torch.equal(found, torch.cat(expected) if expected else found.new_empty(0, 70))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_ranks_that_divide_experts_agree_once_for_all() -> None:
+    torch.manual_seed(3)
+    x, calls, counts = torch.randn(5, 64), list[torch.Tensor](), (2, 0, 3)
+
+    def agree(ranges: torch.Tensor) -> torch.Tensor:
+        calls.append(ranges)
+        return ranges * 2
+
+    weights = [matrix(40, 64, False, DYNAMIC[0]) for _ in counts]
+    apart = [IntegerProduct(IntegerWeight(each, DYNAMIC[0]), None, agree) for each in weights]
+    found, (ranges,) = GroupedLinear(apart)(x, counts), calls
+    assert torch.equal(ranges, torch.stack((-x.amin(1), x.amax(1)), dim=1))
+    parts = zip(apart, x.split(list(counts)), strict=True)
+    assert torch.equal(found, torch.cat([product(part) for product, part in parts if len(part)]))
 
 
 @pytest.mark.parametrize("code", [0, 255])
@@ -104,7 +139,7 @@ def test_the_largest_sums(code: int) -> None:
     weight.scales.fill_(1)
     x = torch.tensor([[-200.0], [200.0]]).expand(2, inputs)
     expected = exact(x, weight, torch.zeros(3), activations)
-    assert torch.equal(IntegerWeight(weight, activations).product(None)(x), expected)
+    assert torch.equal(IntegerProduct(IntegerWeight(weight, activations))(x), expected)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -113,7 +148,7 @@ def test_infinity_and_what_is_no_number_stay_visible() -> None:
     for spoilt in (torch.inf, -torch.inf, torch.nan):
         x = torch.ones(2, 100)
         x[1, 37] = spoilt
-        found = IntegerWeight(weight, DYNAMIC[0]).product(None)(x)
+        found = IntegerProduct(IntegerWeight(weight, DYNAMIC[0]))(x)
         assert found[0].isfinite().all() and not found[1].isfinite().any()
 
 
@@ -143,7 +178,7 @@ def test_parts_that_agree_on_ranges_add_up_to_the_whole(
             part = QuantisedWeight(
                 Kind.INT8, weight.codes[:, first:end], weight.scales, weight.zeros, weight.groups[first:end]
             )
-            found = IntegerWeight(part, activations).product(None, agree)(own)
+            found = IntegerProduct(IntegerWeight(part, activations), None, agree)(own)
             torch.testing.assert_close(found, stood_for @ part.value().T)
 
 

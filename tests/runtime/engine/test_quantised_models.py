@@ -13,7 +13,7 @@ import torch
 from checkpoints import LAYERS, VOCAB, WRITERS, greedy
 from engine_harness import Cluster, Shape
 from one_process import PROMPTS, amend, reference, run, whole_model
-from quantised import FORMATS, ROUNDED, bytes_of_8, quantise, without_lowest_code
+from quantised import FORMATS, ROUNDED, bytes_of_8, quantise, the_same_in_transformers, without_lowest_code
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
@@ -39,11 +39,12 @@ MODELS = {name: "llama" for name in FORMATS} | {
 """Each format with one family."""
 
 
-def written(folder: Path, family: str, name: str) -> tuple[Path, Path]:
+def written(folder: Path, family: str, name: str, **changes: object) -> tuple[Path, Path]:
     """The folders of a quantised model, and of what transformers reads to compute the same: the same weights
-    in float32, or, where activations are rounded, too, the quantised model itself."""
-    quantise(WRITERS[family](folder / "original"), name, folder / "quantised", folder / "plain")
-    return folder / "quantised", folder / ("quantised" if name in ROUNDED else "plain")
+    in float32, or, where activations are rounded, too, what rounds them."""
+    stored, plain = folder / "quantised", folder / "plain"
+    quantise(WRITERS[family](folder / "original", **changes), name, stored, plain)
+    return stored, the_same_in_transformers(family, name, stored, plain)
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +54,15 @@ def codes_without_the_lowest() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kernel", ["compiled", "torch"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "family"), [*MODELS.items(), *((name, "qwen3_moe") for name in ROUNDED)])
 def test_logits_are_those_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, family: str, kernel: str
 ) -> None:
     """Where activations are rounded, a last digit may decide which of two codes one gets: there, the median
     prompt counts, and another may be off by less than what all the rounding changes."""
     if kernel == "torch":
         monkeypatch.setattr(native, "serves", lambda dtype, device: False)
-    quantised, plain = written(tmp_path, MODELS[name], name)
+    quantised, plain = written(tmp_path, family, name)
     with torch.inference_mode():
         found, expected = run(whole_model(quantised), PROMPTS), reference(plain, PROMPTS)
         if name in ROUNDED:
@@ -146,20 +147,22 @@ TOKENS = 24
 
 
 @pytest.mark.parametrize(
-    ("name", "family"),
+    ("name", "family", "changes"),
     [
-        ("AWQ", "mixtral"),
-        ("GPTQ 4 bits, desc_act, zeros", "qwen2"),
-        ("fp8 by blocks", "llama"),
-        ("W8A8", "llama"),
-        ("W8A8, zeros", "gemma2"),
+        ("AWQ", "mixtral", {}),
+        ("GPTQ 4 bits, desc_act, zeros", "qwen2", {}),
+        ("fp8 by blocks", "llama", {}),
+        ("W8A8", "llama", {}),
+        ("W8A8, zeros", "gemma2", {}),
+        ("W8A8", "qwen3_moe", {}),
+        ("W8A8, zeros", "mixtral", {"num_local_experts": 3}),  # whose widths two ranks divide
     ],
 )
 def test_replicas_of_any_shape_give_the_tokens_of_transformers(
-    tmp_path: Path, name: str, family: str
+    tmp_path: Path, name: str, family: str, changes: dict[str, object]
 ) -> None:
     """Colocated, and with the KV cache moved between uneven pipelines."""
-    quantised, plain = written(tmp_path, family, name)
+    quantised, plain = written(tmp_path, family, name, **changes)
     expected = greedy(plain, PROMPTS, TOKENS)
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
     with Cluster(quantised, SHAPES) as cluster:

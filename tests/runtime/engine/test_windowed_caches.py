@@ -7,6 +7,7 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import LAYERS, WRITERS, greedy
@@ -20,14 +21,18 @@ from cluster_specs.loader import resolve
 from cluster_specs.schema import AcceleratorSpec, ClusterSpec, NodeSpec
 from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
+from cost_model.lengths import BLOCK_TOKENS, first_kept
 from hexgen2.cluster import Cluster
-from hexgen2.placement import Placement
+from hexgen2.placement import Placement, Route
 from hexgen2.replica import EngineSettings
+from hexgen2.simulator.records import Records
+from hexgen2.simulator.simulation import Simulation
 from hexgen2.workload.lengths import RequestClass, Workload
+from hexgen2.workload.requests import Requests
 from runtime.checkpoint import checkpoint_folder
 from runtime.kv_cache.layout import held
 from runtime.kv_cache.pool import CacheShape
-from runtime.kv_cache.windows import first_kept, most_blocks, numbered
+from runtime.kv_cache.windows import most_blocks, numbered
 from runtime.launcher.configure import configurations
 from runtime.options import EngineOptions
 from runtime.protocol.message import Sampling
@@ -96,6 +101,43 @@ def test_only_what_is_read_again_moves(tmp_path: Path) -> None:
     cells = len(prompt) * replica_cells(numbered(at, others), kv_heads)
     cells += last * replica_cells(numbered(at, layers), kv_heads)
     assert moved.bytes_received == cells * 2 * 16 * 4
+
+
+def simulated_bytes(folder: Path, isl: int, mean: int) -> float:
+    """What the simulator moves for a prompt, in a plan for prompts of another length."""
+    core = AcceleratorSpec(memory_gib=2, bf16_dense_tflops=0.2, memory_bandwidth_gbyte_s=10, kind="cpu")
+    box = NodeSpec(name="box", accelerators="Core:2", interconnect="shared-memory")
+    cluster = ClusterSpec(name="box", nodes=[box], accelerators={"Core": core})
+    model = architecture_from_folder(folder)
+    workload = Workload(name="planned", classes=(RequestClass(name="planned", isl=mean, osl=8),))
+    ends = ("prefill-0", "box/0"), ("decode-0", "box/1")
+    replicas = [replica_of(name, [(gpu, LAYERS)]) for name, gpu in ends]
+    alone = placement_of(cluster, model, workload, replicas, [])
+    rates = {"flow_req_s": 1.0, "capacity_req_s": 2.0}
+    route = Route.between(*replicas, alone.costs().kv_bytes_per_layer, **rates)
+    placement = alone.model_copy(update={"routes": [route]})
+    records = Records(Requests(np.zeros(1), np.array([isl]), np.array([8]), "one"))
+    Simulation(placement, Cluster.from_spec(resolve(cluster, "cluster", Path())), records).run()
+    return records.routes["prefill-0", "decode-0"].bytes
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "llama"])
+def test_the_simulator_moves_as_many_bytes_as_workers(tmp_path: Path, family: str) -> None:
+    """Whatever the length that was planned with, with windows in all layers, in some, and in none."""
+    folder, sampling = WRITERS[family](tmp_path / "model"), Sampling(max_tokens=8, ignore_eos=True)
+    settings: dict[str, WindowedLayers] = {}
+    if family in WINDOWED:
+        budget = 32 * BLOCK_TOKENS
+        apart = WindowedLayers(layers=WINDOWED[family], window=WINDOW, kv_budget_tokens=budget)
+        settings["windowed"] = apart
+    whole, asked = SHAPES["whole"], prompts()[1 : len(LENGTHS)]
+    with Fleet(folder, {"p": whole, "d": whole}, block_tokens=BLOCK_TOKENS, **settings) as fleet:
+        for number, prompt in enumerate(asked):
+            fleet.submit(f"{number}", prompt, sampling, "p", "d")
+            moved = fleet.finish(f"{number}").moved
+            assert moved is not None
+            for mean in (20, 500):
+                assert simulated_bytes(folder, len(prompt), mean) == pytest.approx(moved.bytes_received)
 
 
 # -- bytes

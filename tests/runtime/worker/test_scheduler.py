@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from cost_model.lengths import first_kept, first_read
 from runtime.kv_cache.blocks import BlockPool, prefix_digests
-from runtime.kv_cache.windows import WindowedPool, first_kept, first_read
+from runtime.kv_cache.windows import WindowedPool
 from runtime.protocol.between_workers import Step
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Decode, Prefill

@@ -14,7 +14,7 @@ from runtime.engine.torch.linear import Linear, Product, SideBySide
 from runtime.engine.torch.loader import Checkpoint, Cut
 from runtime.engine.torch.quantised.activations import Agree
 from runtime.engine.torch.quantised.formats import FORMATS
-from runtime.engine.torch.quantised.integers import IntegerWeight, rounding
+from runtime.engine.torch.quantised.integers import IntegerProduct, IntegerWeight, rounding
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.part import Part, is_quantised
 from runtime.engine.torch.quantised.weight import QuantisedWeight, stacked
@@ -102,7 +102,7 @@ def _product(weight: QuantisedWeight, bias: torch.Tensor | None, agree: Agree | 
     activations = rounding(weight)
     if activations is not None and native.serves(torch.float32, weight.codes.device):
         integers = IntegerWeight(weight, activations)
-        return integers.product(bias, agree), integers.nbytes
+        return IntegerProduct(integers, bias, agree), integers.nbytes
     packed = PackedWeight(weight)
     product = packed.product(bias)
     if activations is None:

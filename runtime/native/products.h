@@ -1,0 +1,57 @@
+// What products with weights in panels share, whatever the weights are: a function for each number of rows, the order
+// of rows and panels, and what threads share.
+
+#pragma once
+
+#include "vectors.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace {
+
+// Product::multiply<ROWS>, for each number of rows from 1 to MOST.
+template <typename Product, int MOST = PRODUCT_ROWS> struct Multiplies {
+    typedef decltype(&Product::template multiply<1>) Multiply;
+    Multiply by_rows[MOST + 1] = {};
+
+    constexpr Multiplies() { fill<MOST>(); }
+    template <int ROWS> constexpr void fill() {
+        by_rows[ROWS] = &Product::template multiply<ROWS>;
+        if constexpr (ROWS > 1) fill<ROWS - 1>();
+    }
+};
+
+template <typename Product, int MOST = PRODUCT_ROWS> constexpr Multiplies<Product, MOST> multiplies{};
+
+// Calls run(panel, from, to, ahead) for rows [from, to), PRODUCT_ROWS at most, of so many rows, with some of the panels
+// of `size` words each. What is at `ahead` is to be prefetched meanwhile: `near` words on in this panel, or the next
+// panel during its last rows.
+template <typename Word, typename Run>
+inline void for_panels(long rows, const Word *packed, long size, long near, long first_panel, long end_panel,
+                       Run run) {
+    const long groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+    for (long panel = first_panel; panel < end_panel; ++panel)
+        for (long group = 0; group < groups; ++group)
+            run(panel, rows * group / groups, rows * (group + 1) / groups,
+                packed + panel * size + (groups == 1 ? near : group == groups - 1 ? size : 0));
+}
+
+// What one thread does at a time: all rows of a group, from `row` on, with some panels of its matrix.
+struct Piece {
+    long group, row, first_panel, end_panel;
+};
+
+// Groups of rows, each with a matrix of its own, in pieces; groups without rows have none.
+inline std::vector<Piece> in_pieces(const int64_t *counts, long groups, long outputs) {
+    const long panels = (outputs + PANEL - 1) / PANEL;
+    std::vector<Piece> pieces;
+    for (long group = 0, row = 0; group < groups; row += counts[group++]) {
+        const long parts = counts[group] ? count_pieces(panels, counts[group]) : 0;
+        for (long part = 0; part < parts; ++part)
+            pieces.push_back({group, row, panels * part / parts, panels * (part + 1) / parts});
+    }
+    return pieces;
+}
+
+} // namespace
