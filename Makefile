@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
+ARM := .venv-arm
 EXTRAS := runtime,p2p,dev
 
 # Tests start many small processes on few cores; one thread per process is fastest.
@@ -13,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 # Tests start hundreds of processes, which import the project: it is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fleets test-runtime test-search test-alone test-vllm test-slow environments check clean schema docs-figures
+.PHONY: demo test test-fleets test-runtime test-search test-alone test-vllm test-arm test-slow environments check clean schema docs-figures
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -46,6 +47,19 @@ test-alone: $(STAMP)
 test-vllm: $(STAMP) $(VLLM)/.installed
 	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(BIN)/python -m pytest tests/runtime/vllm/test_vllm_engine.py -rs --durations 6
 
+# The compiled kernels on two processors of ARM, which qemu emulates: one that has the instructions for products of
+# bytes and of pairs in bfloat16, and one that has only those of ARMv8.2 for bytes. Many times slower than elsewhere.
+KERNELS := $(patsubst %,tests/runtime/engine/test_%.py,native integers quantised linear memory attention stored)
+EMULATED := $(ARM)/python -m pytest --noconftest -p tests.conftest -rs --durations 6 $(KERNELS)
+
+test-arm: $(STAMP) $(ARM)/.installed
+	QEMU_CPU=max,sve=off $(EMULATED)
+	QEMU_CPU=neoverse-n1 $(EMULATED)
+
+$(ARM)/.installed: tests/arm_environment.py setup.py $(wildcard runtime/native/*.cpp runtime/native/*.h)
+	$(BIN)/python tests/arm_environment.py $(ARM)
+	touch $@
+
 # Tests that take minutes each, with vLLM and Ray: failures under load, all cells of the paper's tables.
 test-slow: $(STAMP) $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
@@ -76,4 +90,4 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/native/*.cp
 environments: $(STAMP) $(VLLM)/.installed
 
 clean:
-	rm -rf $(VENV) $(VLLM) .demo
+	rm -rf $(VENV) $(VLLM) $(ARM) .demo

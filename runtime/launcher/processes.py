@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import platform
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 
+from cost_model.errors import InputError
 from runtime.launcher.process import end_with_parent, show_as
 
 STOP_GRACE_S = 3.0
@@ -30,8 +32,16 @@ AVX2_ONLY = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_E
 
 def limit_instructions(choice: str) -> None:
     """Limit the instructions (one of INSTRUCTIONS) of workers that start from now on, so that replicas on
-    different processors round alike. "auto" leaves the environment as it is."""
+    different processors round alike. "auto" leaves the environment as it is.
+
+    Raises
+    ------
+    InputError : this processor does not have them
+    """
     if choice == "avx2":
+        if platform.machine() != "x86_64":
+            remedy = "leave it out: processors that are not x86 round in their own way"
+            raise InputError("--cpu-instructions", choice, f"this processor is {platform.machine()}", remedy)
         os.environ.update(AVX2_ONLY)
 
 

@@ -1,6 +1,7 @@
 // Copies between KV cache pools, and between a pool and a buffer. `tokens.py` documents the arguments.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX2__)
@@ -100,4 +101,6 @@ extern "C" void copy_tokens(char *to, long to_plane, long to_row, const char *fr
 #if defined(__AVX2__)
     if (past_caches) _mm_sfence();
 #endif
+    // Whether the source was still valid is asked after this, so no read of it may come later.
+    std::atomic_thread_fence(std::memory_order_acquire);
 }

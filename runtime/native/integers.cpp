@@ -2,8 +2,8 @@
 // `integers.py` documents the arguments.
 //
 // A word of a panel holds the codes of four neighbouring inputs for one output. Codes of weights count from 0,
-// those of activations are signed, because that is what VNNI multiplies: sums of codes minus the zeros of weights
-// times the sum of a row's codes are the products. With zeros of activations, sums over columns come in.
+// those of activations are signed, because that is what VNNI and ARM's I8MM multiply: sums of codes minus the zeros
+// of weights times the sum of a row's codes are the products. With zeros of activations, sums over columns come in.
 
 #include "products.h"
 
@@ -11,8 +11,8 @@
 #include <memory>
 #include <numeric>
 
-// GCC 11 came with an assembler that knows both encodings of products of bytes.
-#if defined(__AVX2__) && __GNUC__ >= 11
+// GCC 11 came with an assembler that knows both encodings of products of bytes (x86), GCC 10 with one for ARM's.
+#if (defined(__AVX2__) && __GNUC__ >= 11) || (defined(__aarch64__) && __GNUC__ >= 10)
 #define HAS_BYTE_DOTS 1
 #endif
 
@@ -24,17 +24,29 @@ constexpr long BLOCK_BYTES = 1 << 19; // of x, which stays in the L2 cache while
 constexpr float LOWEST = -128, HIGHEST = 127, SPAN = 255;
 
 // How words are multiplied. STEP is how many words of x belong to one of weights; `lay_out` makes them of codes,
-// `add` adds the products of ROWS rows, x_row apart, with PANEL words.
+// `add` adds the products of ROWS rows, x_row apart, with PANEL words, whose codes it may take to be LOWER.
 
-// By instructions that add four products of bytes to a sum.
-template <bool VEX> struct Dots {
+// By instructions that add four products of bytes to a sum: x86 has two encodings, ARM two kinds. Those of the SECOND
+// kind multiply signed bytes only, so codes of weights count from -128 there.
+template <bool SECOND> struct Dots {
     static constexpr long STEP = 1;
+#if defined(__aarch64__)
+    static constexpr int32_t LOWER = SECOND ? 128 : 0;
+#else
+    static constexpr int32_t LOWER = 0;
+#endif
     static inline void lay_out(const int8_t *codes, long words, int32_t *to) {
         std::memcpy(to, codes, words * WORD);
     }
     template <int ROWS>
-    static inline void add(const int32_t *x, long x_row, const Ints *words, Ints (*sums)[PANEL_VECTORS]) {
+    static inline void add([[maybe_unused]] const int32_t *x, [[maybe_unused]] long x_row,
+                           [[maybe_unused]] const Ints *words, [[maybe_unused]] Ints (*sums)[PANEL_VECTORS]) {
 #if defined(HAS_BYTE_DOTS)
+        Ints lowered[PANEL_VECTORS];
+        if constexpr (LOWER != 0)
+            for (int part = 0; part < PANEL_VECTORS; ++part)
+                lowered[part] = words[part] ^ static_cast<int32_t>(0x80808080u);
+        const Ints *const weights = LOWER != 0 ? lowered : words;
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row) {
             const Ints four = Ints{} + x[row * x_row];
@@ -42,10 +54,17 @@ template <bool VEX> struct Dots {
             for (int part = 0; part < PANEL_VECTORS; ++part) {
                 Ints result = sums[row][part];
                 // by its name, since this build serves processors without it, too
-                if constexpr (VEX)
-                    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(result) : "x"(words[part]), "x"(four));
+#if defined(__aarch64__)
+                if constexpr (SECOND)
+                    asm(NEWER "sdot %0.4s, %1.16b, %2.16b" : "+w"(result) : "w"(weights[part]), "w"(four));
                 else
-                    asm("%{evex%} vpdpbusd %2, %1, %0" : "+v"(result) : "v"(words[part]), "v"(four));
+                    asm(NEWER "usdot %0.4s, %1.16b, %2.16b" : "+w"(result) : "w"(weights[part]), "w"(four));
+#else
+                if constexpr (SECOND)
+                    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(result) : "x"(weights[part]), "x"(four));
+                else
+                    asm("%{evex%} vpdpbusd %2, %1, %0" : "+v"(result) : "v"(weights[part]), "v"(four));
+#endif
                 sums[row][part] = result;
             }
         }
@@ -57,6 +76,7 @@ template <bool VEX> struct Dots {
 // By products of integers of 16 bits, in pairs: bytes 0 and 2 of a word, then bytes 1 and 3.
 struct Pairs {
     static constexpr long STEP = 2;
+    static constexpr int32_t LOWER = 0;
     static inline void lay_out(const int8_t *codes, long words, int32_t *to) {
         for (long word = 0; word < words; ++word, codes += WORD)
             for (int odd = 0; odd < 2; ++odd)
@@ -85,6 +105,7 @@ typedef Pairs Wider;
 // One input of a word after the other.
 struct Singles {
     static constexpr long STEP = WORD;
+    static constexpr int32_t LOWER = 0;
     static inline void lay_out(const int8_t *codes, long words, int32_t *to) {
         for (long at = 0; at < words * WORD; ++at) to[at] = codes[at];
     }
@@ -188,6 +209,9 @@ template <typename Kind> struct Product {
         const long x_row = words * Kind::STEP;
         const int32_t *codes = matrix.codes + panel * words * PANEL;
         Ints found[ROWS][PANEL_VECTORS] = {};
+        if constexpr (Kind::LOWER != 0)
+            for (int row = 0; row < ROWS; ++row)
+                for (int part = 0; part < PANEL_VECTORS; ++part) found[row][part] += Kind::LOWER * rows[row].sum;
         for (long at = 0; at < words; ++at, codes += PANEL, ahead += PANEL, x += Kind::STEP) {
             Ints loaded[PANEL_VECTORS];
             for (int part = 0; part < PANEL_VECTORS; ++part) {
@@ -270,9 +294,12 @@ void multiply_all(const float *x, const int64_t *counts, long groups, long input
 
 extern "C" {
 
-// 0: this processor has no instructions for products of bytes; 1: it has those of AVX-512, 2: those of AVX.
+// 0: this processor has no instructions for products of bytes; 1: it has those of AVX-512, or of I8MM; 2: those of
+// AVX, or of ARM's DotProd.
 int multiplies_bytes() {
-#if defined(HAS_BYTE_DOTS)
+#if defined(HAS_BYTE_DOTS) && defined(__aarch64__)
+    return has_i8mm() ? 1 : has_dotprod() ? 2 : 0;
+#elif defined(HAS_BYTE_DOTS)
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl")) return 1;
 #if !defined(__AVX512F__)
     if (__builtin_cpu_supports("avxvnni")) return 2;

@@ -35,6 +35,8 @@ inline float sum(const Floats &values) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#elif defined(__aarch64__)
+    return vaddvq_f32(values);
 #else
     float lanes[LANES];
     store(lanes, values);

@@ -75,7 +75,8 @@ def multiplies_pairs() -> bool:
 
 
 def multiplies_bytes() -> int:
-    """By which instructions this processor multiplies bytes (VNNI), as kernels number them; 0: none."""
+    """By which instructions this processor multiplies bytes (VNNI; I8MM or DotProd on ARM), as kernels number
+    them; 0: none."""
     library = loaded()
     return 0 if library is None else library.multiplies_bytes()
 
@@ -94,7 +95,8 @@ def call(name: str, *arguments: float | None) -> None:
 
 @cache
 def loaded() -> ctypes.CDLL | None:
-    """The build for this processor's instruction set; None if none loads."""
+    """The build for this processor's instruction set; None if none loads. Other processors than
+    x86 have one build for all of them."""
     capability = torch.backends.cpu.get_cpu_capability().lower()
     wanted = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",)}.get(capability, ("default",))
     for name in wanted:

@@ -86,9 +86,9 @@ template <Type TYPE> void pack_row(float *to, const char *from, long inputs) {
 // Get the pages of memory that is written next all at once: a fault for each takes half as long again. Kernels
 // before 5.14 can't, and C libraries before them have no name for it.
 void get_pages(float *first, float *end) {
-    constexpr uintptr_t PAGE = 4096;
+    static const uintptr_t page = sysconf(_SC_PAGESIZE); // 4096 on x86; also 16 or 64 times 1024 on ARM
     constexpr int POPULATE_WRITE = 23;
-    const uintptr_t start = reinterpret_cast<uintptr_t>(first) & -PAGE;
+    const uintptr_t start = reinterpret_cast<uintptr_t>(first) & -page;
     madvise(reinterpret_cast<void *>(start), reinterpret_cast<uintptr_t>(end) - start, POPULATE_WRITE);
 }
 

@@ -19,6 +19,7 @@ _AT_A_TIME = 8 * _LARGE_PAGE
 _COLLAPSE = 25
 """MADV_COLLAPSE, for which Python has no name; kernels before 6.1 can't."""
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _LEAST_URGENT = 19
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -45,10 +46,12 @@ def use_large_pages() -> None:
     A step reads all weights, and translating their addresses takes some of its time, most of all in virtual
     machines, which translate twice. A load does without large pages: where a hypervisor has taken free memory
     back, getting them takes several times as long as getting what other programs have just given up. Does
-    nothing where the kernel has no large pages, or its administrator wants none.
+    nothing where the kernel has no large pages, or its administrator wants none; nor where they have other
+    sizes: kernels for ARM with pages of 16 or 64 kB, which find their addresses faster anyway, make them of
+    32 or 512 MB.
     """
     try:
-        allowed = "[never]" not in _SETTING.read_text()
+        allowed = "[never]" not in _SETTING.read_text() and int(_SIZE.read_text()) == _LARGE_PAGE
     except OSError:
         return
     if allowed:

@@ -4,7 +4,7 @@
 #include "products.h"
 
 // GCC 10 came with an assembler that knows products of pairs.
-#if defined(__AVX512F__) && __GNUC__ >= 10
+#if (defined(__AVX512F__) || defined(__aarch64__)) && __GNUC__ >= 10
 #define HAS_DOTS 1
 #endif
 
@@ -64,7 +64,8 @@ struct Dots {
     typedef int32_t Input;
     static constexpr long INPUTS = 2, STEP = 1;
     template <int ROWS>
-    static inline void add(const int32_t *x, long x_row, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
+    static inline void add([[maybe_unused]] const int32_t *x, [[maybe_unused]] long x_row,
+                           [[maybe_unused]] const Floats *words, [[maybe_unused]] Floats (*sums)[PANEL_VECTORS]) {
 #if defined(HAS_DOTS)
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row) {
@@ -73,7 +74,11 @@ struct Dots {
             for (int part = 0; part < PANEL_VECTORS; ++part) {
                 Floats result = sums[row][part];
                 // by its name, since this build serves processors without it, too
+#if defined(__aarch64__)
+                asm(NEWER "bfdot %0.4s, %1.8h, %2.8h" : "+w"(result) : "w"(words[part]), "w"(pair));
+#else
                 asm("vdpbf16ps %2, %1, %0" : "+v"(result) : "v"(words[part]), "v"(pair));
+#endif
                 sums[row][part] = result;
             }
         }
@@ -149,32 +154,20 @@ template <typename Run> inline void with_kind(long kind, Run run) {
 // Weights in mxfp4 (`mxfp4.py`): a word holds the codes of WORD inputs for one output.
 constexpr int MX_BLOCK = 32, MX_ROWS = PRODUCT_ROWS / 2, WORD = 8;
 
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
-
-inline Ints load_bytes(const uint8_t *from) {
-    Bytes bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints); // GCC is slow at both in one
-}
-
 // The values of codes in the lowest bits: a sign, two bits of exponent and one of mantissa.
 inline Floats value_of(const Ints &codes) {
+#if defined(__AVX__)
     const float values[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+#endif
 #if defined(__AVX512F__)
     return __builtin_shuffle(load(values), codes);
+#elif defined(__AVX__)
+    const Floats found = __builtin_shuffle(load(values), codes & 7);
+    return as_floats(as_bits(found) | (codes & 8) << 28);
 #else
-    const Ints size = codes & 7;
-#if defined(__AVX__)
-    const Floats found = __builtin_shuffle(load(values), size);
-#else
-    const Floats small = __builtin_convertvector(size, Floats) * .5f;
-    const Floats large = __builtin_convertvector((size & 1) + 2, Floats);
-    const Floats found = size < 4 ? small : size < 6 ? large : large * 2.f;
-#endif
-    Ints bits;
-    std::memcpy(&bits, &found, sizeof bits);
-    return as_floats(bits | (codes & 8) << 28);
+    // Exponents are 1 from zero instead of 127. The sign fills the bits above them, and all but one are cleared.
+    const Ints bits = (codes << 28) >> 6 & static_cast<int32_t>(0x81c00000u);
+    return as_floats(bits) * 0x1p126f;
 #endif
 }
 
@@ -198,7 +191,7 @@ struct MxProduct {
                     }
                 }
             for (int part = 0; part < PANEL_VECTORS; ++part) {
-                const Floats scale = as_floats(load_bytes(exponents + part * LANES) << 23);
+                const Floats scale = as_floats(widened(exponents + part * LANES) << 23);
                 for (int row = 0; row < ROWS; ++row) result[row][part] += sums[row][part] * scale;
             }
         }
@@ -223,7 +216,9 @@ extern "C" {
 long panel_width() { return PANEL; }
 
 int multiplies_pairs() {
-#if defined(HAS_DOTS)
+#if defined(HAS_DOTS) && defined(__aarch64__)
+    return has_bf16();
+#elif defined(HAS_DOTS)
     return __builtin_cpu_supports("avx512bf16") != 0;
 #else
     return 0;
@@ -231,7 +226,7 @@ int multiplies_pairs() {
 }
 
 int has_tiles() {
-#if defined(HAS_DOTS)
+#if defined(HAS_DOTS) && defined(__AVX512F__)
     return __builtin_cpu_supports("amx-bf16") != 0;
 #else
     return 0;

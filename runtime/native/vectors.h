@@ -8,6 +8,9 @@
 #include <omp.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
 #endif
 
 namespace {
@@ -18,6 +21,8 @@ namespace {
 constexpr int LANES = 16, SUMS = 16, PRODUCT_ROWS = 12;
 #elif defined(__AVX__)
 constexpr int LANES = 8, SUMS = 12, PRODUCT_ROWS = 6;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, SUMS = 16, PRODUCT_ROWS = 8;
 #else
 constexpr int LANES = 4, SUMS = 12, PRODUCT_ROWS = 6;
 #endif
@@ -32,6 +37,17 @@ inline long count_pieces(long panels, long rows) {
     const long threads = omp_get_max_threads();
     return std::min(panels, threads == 1 || rows < FROM_ROWS ? threads : PIECES * threads);
 }
+
+#if defined(__aarch64__)
+// Which of ARM's newer instructions the processor has. By Linux's numbers: C libraries may be too old for the names.
+inline bool has_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }
+inline bool has_i8mm() { return getauxval(AT_HWCAP2) >> 13 & 1; }
+inline bool has_bf16() { return getauxval(AT_HWCAP2) >> 14 & 1; }
+
+// Before such an instruction, since the assembler takes no more than what all processors of the build have. It counts
+// for the rest of the file, so nothing is left out that a compiler may be told to use.
+#define NEWER ".arch armv8.6-a+sve2\n\t"
+#endif
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -71,6 +87,19 @@ inline Ints widened(const uint8_t *from) {
 inline Ints widened(const uint16_t *from) {
     return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
 }
+#elif defined(__aarch64__)
+inline uint8x8_t four_bytes(const void *from) {
+    uint32_t word;
+    std::memcpy(&word, from, sizeof word);
+    return vreinterpret_u8_u32(vdup_n_u32(word));
+}
+inline Ints widened(const int8_t *from) {
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(from)))));
+}
+inline Ints widened(const uint8_t *from) {
+    return (Ints)vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(from))));
+}
+inline Ints widened(const uint16_t *from) { return (Ints)vmovl_u16(vld1_u16(from)); }
 #else
 template <typename Small> inline Ints widened(const Small *from) {
     Ints values;
@@ -130,10 +159,22 @@ inline void store(Bfloat16 *to, const Floats &values) {
     const __m256i lower = (__m256i)(bits & 0xffff);
     _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm_packus_epi32(_mm256_castsi256_si128(lower),
                                                                        _mm256_extracti128_si256(lower, 1)));
+#elif defined(__aarch64__)
+    vst1_u16(&to->bits, vmovn_u32((uint32x4_t)bits));
 #else
     for (int lane = 0; lane < LANES; ++lane) to[lane].bits = static_cast<uint16_t>(bits[lane]);
 #endif
 }
+
+#if defined(__aarch64__)
+// Floats of 16 bits with an exponent of 5 as floats. GCC 12 takes the intrinsic for one that reads memory, and stores
+// all sums before it.
+inline Floats widened_halves(uint16x4_t halves) {
+    Floats values;
+    asm("fcvtl %0.4s, %1.4h" : "=w"(values) : "w"(halves));
+    return values;
+}
+#endif
 
 // Numbers in the lower halves of words, floats of 16 bits with an exponent of 5, as floats.
 inline Floats from_float16(const Ints &words) {
@@ -143,6 +184,8 @@ inline Floats from_float16(const Ints &words) {
     const __m256i lower = (__m256i)(words & 0xffff);
     return (Floats)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(lower),
                                                     _mm256_extracti128_si256(lower, 1)));
+#elif defined(__aarch64__)
+    return widened_halves(vmovn_u32((uint32x4_t)words));
 #else
     // Exponents are 15 from zero instead of 127; subnormals come right by the product.
     const Ints sign = (words & 0x8000) << 16, rest = (words & 0x7fff) << 13;
@@ -170,6 +213,11 @@ inline void narrow(const Ints &values, uint8_t *to) {
     const __m256i lowest = (__m256i)(values & 0xff);
     const __m128i shorts = _mm_packus_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i *>(to), _mm_packus_epi16(shorts, shorts));
+#elif defined(__aarch64__)
+    const uint16x4_t shorts = vmovn_u32((uint32x4_t)values);
+    const uint32x2_t bytes = vreinterpret_u32_u8(vmovn_u16(vcombine_u16(shorts, shorts)));
+    const uint32_t word = vget_lane_u32(bytes, 0);
+    std::memcpy(to, &word, sizeof word);
 #else
     for (int lane = 0; lane < LANES; ++lane) to[lane] = static_cast<uint8_t>(values[lane]);
 #endif
@@ -195,6 +243,12 @@ constexpr float SMALL_FLOATS_SCALE = 0x1p8f;
 inline Floats small_floats(const uint8_t *from) {
     const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)from)), 7);
     return (Floats)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
+}
+#elif defined(__aarch64__)
+constexpr float SMALL_FLOATS_SCALE = 0x1p8f;
+inline Floats small_floats(const uint8_t *from) {
+    const int16x4_t halves = vget_low_s16(vshll_n_s8(vreinterpret_s8_u8(four_bytes(from)), 7));
+    return widened_halves(vand_u16(vreinterpret_u16_s16(halves), vdup_n_u16(0xbf80)));
 }
 #else
 constexpr float SMALL_FLOATS_SCALE = 0x1p120f;

@@ -22,4 +22,4 @@ def kernels(process: psutil.Process) -> set[str]:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     except OSError:
         return set()
-    return {name for name in ("avx512", "avx2") if f"/native/_{name}." in maps}
+    return {name for name in ("avx512", "avx2", "default") if f"/native/_{name}." in maps}

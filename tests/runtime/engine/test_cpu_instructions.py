@@ -16,8 +16,9 @@ import torch
 from checkpoints import VOCAB, WRITERS
 from instructions import needs_avx512
 
+from cost_model.errors import InputError
 from runtime.engine.torch.sampling.noise import draw_keys, gumbel, token_hashes
-from runtime.launcher.processes import AVX2_ONLY
+from runtime.launcher.processes import AVX2_ONLY, limit_instructions
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
@@ -65,3 +66,12 @@ def test_streams_are_equal_up_to_near_ties(family: str, tmp_path: Path) -> None:
             found = scores(one["logprobs"][same], heat, seed, same)
             assert abs(found[pairs[same][0]] - found[pairs[same][1]]) < NEAR
     assert whole > 0.9 * len(requests)
+
+
+def test_processors_that_are_not_x86_refuse_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    before = dict(os.environ)
+    limit_instructions("auto")
+    with pytest.raises(InputError, match="this processor is aarch64"):
+        limit_instructions("avx2")
+    assert dict(os.environ) == before

@@ -50,7 +50,8 @@ def random_weight(
     count = -(-inputs // group)
     codes = torch.randint(0, 2**kind.bits, (outputs, inputs), dtype=torch.uint8)
     if kind == Kind.FP8:
-        codes = (torch.randn(outputs, inputs) * 100).to(torch.float8_e4m3fn).view(torch.uint8)
+        values = (torch.randn(outputs, inputs) * 100).clamp(-448, 448)  # older torch makes NaN of others
+        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
     return QuantisedWeight(
         kind,
         codes,
