@@ -95,7 +95,7 @@ class Params:
     latency_coarse: int = 4
 
     finalists: int = 12
-    link_share: float = 0.75
+    link_share: float = 0.9
     transfer_part: float = 0.1
 
     plateau_share: float = 1e-3
