@@ -40,6 +40,9 @@ ROUGH, ROUGH_RUNS = 2, 3
 many at most."""
 CLEAR = 2.0
 """A share is clearly above or below what is asked for from so many standard errors on."""
+FEW_TURNS = 6
+"""A run beyond the capacity has at least so many times the requests that are decoded at a time: with fewer,
+it would be over before the fleet is full."""
 SMALLEST_STEP, LARGEST_STEP = 128, PREFILL_TOKENS
 """Tokens of prefill steps: memory is planned for the largest (see CostModel.stage_memory)."""
 
@@ -250,7 +253,7 @@ class _Tournament:
             self._goal,
             roughly.req_s * BEFORE,
             lambda rate, length: self._final_count(placement, rate, inside, length),
-            self._count(self._effort.final, TURNS * placement.places),
+            self._overload_count(placement),
             runs=self._effort.final_runs,
             most_req_s=self._most,
             stop=lambda: trials.requests >= self._effort.enough or self._stop(),
@@ -275,6 +278,11 @@ class _Tournament:
         turns = effort.residents * max(residents(placement, rate), inside)
         count = length * max(effort.final, turns, effort.targets * self._within(rate))
         return int(min(effort.most if length == 1 else effort.longest, count))
+
+    def _overload_count(self, placement: Placement) -> int:
+        """Requests of the run that shows what the fleet serves once it is full."""
+        effort, places = self._effort, placement.places
+        return max(effort.final, min(effort.longest, TURNS * places), FEW_TURNS * places)
 
     def _within(self, rate: float) -> float:
         """Requests that arrive within the target for the first token."""

@@ -38,8 +38,9 @@ LONGER = 3
 """Where hardly any was late at the largest rate allowed, a run of so many times the requests must show the
 same."""
 HIGHER = 1.05
-"""Where enough was in time at the largest rate allowed, one so many times as large is tried: a full fleet may
-serve less than one that never was full."""
+"""Where enough was in time at the largest rate allowed, one so many times as large is tried, if a run can
+show it: a full fleet may serve less than one that never was full. But until it is full, a fleet takes in more
+requests than it serves."""
 NEARBY = 0.01
 """Rates that differ by this share are about the same."""
 CAPACITY_KNOWN = 0.0025
@@ -94,7 +95,9 @@ def precise_goodput(
         queue = fit(known, workload, goal, capacity)
         highest, easy = max(t.rate for t in known), max(1 - t.share for t in known) < HARDLY * late
         if not easy and rate >= ceiling and trial.share >= goal.attainment:
-            ceiling = min(most_req_s, ceiling * HIGHER)
+            higher = ceiling * HIGHER
+            if count(higher, 1) * (1 - capacity / higher) > trials.placement.places:
+                ceiling = min(most_req_s, higher)
         found = _read_off(queue, late, ceiling, highest if easy else 0.0)
         if easy and highest >= ceiling:
             if length > 1:
@@ -117,7 +120,7 @@ def _capacity_req_s(trials: Trials, start_req_s: float, count: int, runs: int) -
     rate = start_req_s
     for draw in range(runs):
         rate *= OVERLOAD
-        served = trials.served_req_s(rate, count, runs + draw)
+        served = trials.full_req_s(rate, count, runs + draw)
         if served < REACHED * rate:
             break
     return served

@@ -34,6 +34,8 @@ CHANCE = 3.0
 """The number of requests that wait varies by so many times its root (standard deviations)."""
 FILLED = 0.3
 """Of the requests of a run beyond the capacity, the steady state begins once this share of them has ended."""
+FULL_FROM = 0.45
+"""Of the requests of a run far beyond the capacity, the fleet is full once this share has arrived."""
 HOPELESS = 2.5
 """A run ends early once this many times as many requests as allowed are late."""
 
@@ -145,6 +147,32 @@ class Trials:
             return 0.0
         return (last - first) / float(end_s[last] - end_s[first])
 
+    def full_req_s(self, rate: float, count: int, draw: int) -> float:
+        """Requests/s that the fleet ends while requests arrive at a rate far beyond its capacity, from when
+        it is full to the last arrival; 0 where it ends none, or has to stop before. Later, no prompts are
+        left beside the answers, and a request ends sooner.
+
+        Parameters
+        ----------
+        count : of the requests; at 1.6 times the capacity, six times those that it decodes at a time
+        """
+        records = self._records(rate, count, draw)
+        last_s = float(records.sent_s[-1])
+
+        def until_all_arrived(simulation: Simulation) -> None:
+            if simulation.now > last_s or self._stop():
+                raise _OverError
+
+        self._simulate(records, until_all_arrived)
+        if self._stop():
+            return 0.0
+        first_s = float(records.sent_s[int(FULL_FROM * count)])
+        served = _ended_req_s(records, first_s, last_s)
+        # Equal requests that begin together end together: whole turns of them count.
+        turn_s = self.placement.places / served if served > 0 else math.inf
+        turns = int((last_s - first_s) / turn_s)
+        return _ended_req_s(records, last_s - turns * turn_s, last_s) if turns else served
+
     def _records(self, rate: float, count: int, draw: int) -> Records:
         return Records(online(self._lengths, rate, count, (SEEDS, self._seed, draw)))
 
@@ -200,6 +228,11 @@ class _Watch:
         kept_up = at_the_end <= halfway + grown or not self._whole
         most_req_s = math.inf if kept_up else min(rate, ended_req_s)
         return Trial(rate, records.requests, in_time, ttft_s, tpot_s, e2el_s, self._whole, inside, most_req_s)
+
+
+def _ended_req_s(records: Records, first_s: float, last_s: float) -> float:
+    """Requests/s that ended in between."""
+    return float(np.count_nonzero((records.end_s > first_s) & (records.end_s <= last_s))) / (last_s - first_s)
 
 
 def _in_the_fleet(records: Records) -> tuple[int, int, int, float]:

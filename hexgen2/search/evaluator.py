@@ -332,7 +332,9 @@ class Evaluator:
             found = route_use(self.problem, prefill, decode)
             if self.problem.targets.given:
                 # Near full load, KV caches wait for each other, and keep their memory on both sides.
-                found = found.stretched(1 / self.params.link_share)
+                goodput = self.problem.goal.objective == "goodput"
+                share = self.params.goodput_link_share if goodput else self.params.link_share
+                found = found.stretched(1 / share)
             self._uses[key] = found
         return found
 

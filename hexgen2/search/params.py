@@ -48,8 +48,8 @@ class Params:
     latency_coarse : points of the grid from one step of the first, coarse walk to the next
 
     finalists : solutions that are simulated, where the goal has latency targets
-    link_share : with latency targets, the share of the time for which traffic may keep a link busy:
-        throughput against waiting
+    link_share, goodput_link_share : with latency targets, the share of the time for which traffic may keep a
+        link busy: throughput against waiting; the second where the objective is goodput
 
     transfer_part : share of a target per output token that may go to the transfer, at least
 
@@ -95,7 +95,8 @@ class Params:
     latency_coarse: int = 4
 
     finalists: int = 12
-    link_share: float = 0.9
+    link_share: float = 0.75
+    goodput_link_share: float = 0.9
     transfer_part: float = 0.1
 
     plateau_share: float = 1e-3
@@ -118,7 +119,7 @@ class Params:
         for name, floor in floors.items():
             if getattr(self, name) < floor:
                 raise InputError("search parameters", name, "is too small", f"make it at least {floor:g}")
-        for name in ("close_gap", "capacity_kept", "link_share", "transfer_part"):
+        for name in ("close_gap", "capacity_kept", "link_share", "goodput_link_share", "transfer_part"):
             if getattr(self, name) > 1:
                 raise InputError("search parameters", name, "is a share", "make it at most 1")
 

@@ -22,6 +22,7 @@ from hexgen2.search.flow.max_flow import balance
 from hexgen2.search.infeasible import soonest_s
 from hexgen2.search.load_prediction import LoadedPlacement
 from hexgen2.search.local_search import refine
+from hexgen2.search.params import Params
 from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.state import SearchState
@@ -65,12 +66,17 @@ def explore_latency(state: SearchState, seed: int, plain: Plain) -> None:
     search.run()
 
 
+def for_latency(params: Params) -> Params:
+    """The same for searches within targets whose point is latency: links wait no more than under a load."""
+    return replace(params, goodput_link_share=params.link_share)
+
+
 class _LatencySearch:
     """The best so far goes to the state; points tried are remembered."""
 
     def __init__(self, state: SearchState, seed: int, load: float) -> None:
         self._state, self._seed, self._load = state, seed, load
-        self._problem, self._params = state.evaluator.problem, state.evaluator.params
+        self._problem, self._params = state.evaluator.problem, for_latency(state.evaluator.params)
         self._soonest = soonest_s(self._problem)
         self._least_s = float("inf")
         self._tried: dict[Point, float] = {}

@@ -113,8 +113,9 @@ class Planner:
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
         self._limits: dict[tuple[str, NodeCounts], PlanLimit | None] = {}
-        same_limits = alike is not None and alike.problem.targets.given == problem.targets.given
-        self._candidates: dict[tuple, Candidates] = alike._candidates if alike and same_limits else {}
+        targets = problem.targets
+        self._limited_by = targets.given, targets.tpot_s, targets.attainment
+        self._candidates: dict[tuple, Candidates] = alike._candidates if alike else {}
         self._link_kind = problem.link_kinds[0].tolist()
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
         self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
@@ -338,7 +339,7 @@ class Planner:
         for counts in groups:
             if len(counts) <= self.span and any((role, counts) not in self._limits for role in roles):
                 like, nodes, alike = self._by_kind(counts)
-                if any((role, *alike) not in self._candidates for role in roles):
+                if any((role, *alike, self._limited_by) not in self._candidates for role in roles):
                     left.setdefault(alike, (like, nodes))
         keys = iter(left)
         while not stop() and (some := list(itertools.islice(keys, AT_ONCE))):
@@ -346,7 +347,7 @@ class Planner:
 
     def _candidates_of(self, role: str, counts: NodeCounts, nodes: list[int], alike: tuple) -> Candidates:
         """What a group that is sorted by kind can form."""
-        key = (role, *alike)
+        key = (role, *alike, self._limited_by)
         if key not in self._candidates:
             self._look_at([role], {alike: (counts, nodes)})
         return self._candidates[key]
@@ -365,7 +366,7 @@ class Planner:
             for number, (alike, (_, nodes)) in enumerate(groups.items()):
                 here = {row: most[row] for row in range(ends[number], ends[number + 1])}
                 candidates = Candidates(nodes, limits.get(number), here, make)
-                self._candidates.setdefault((role, *alike), candidates)
+                self._candidates.setdefault((role, *alike, self._limited_by), candidates)
 
     def _made(self, role: str, found: Contenders, row: int) -> Pipeline:
         pipeline = self._pipelines.of(role, found.rows.shape(row), found.of_chunks[row].tolist())

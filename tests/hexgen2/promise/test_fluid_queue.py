@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +34,8 @@ class Fleet:
     """One server that serves `capacity` requests/s and works in proportion to the answers; requests are late
     that wait longer than the target allows."""
 
+    placement = SimpleNamespace(places=16)
+
     def __init__(self, workload: Workload, capacity: float, seed: int) -> None:
         self.workload, self.capacity, self.seed = workload, capacity, seed
 
@@ -43,7 +46,7 @@ class Fleet:
         tpot_s = np.full(count, 0.01)
         return Trial(rate, requests, ttft_s <= GOAL.ttft_ms / 1e3, ttft_s, tpot_s, ttft_s + 1, True)
 
-    def served_req_s(self, rate: float, count: int, draw: int) -> float:
+    def full_req_s(self, rate: float, count: int, draw: int) -> float:
         return min(rate, self.capacity * (1 + 0.004 * (-1) ** draw))
 
     def late(self, rate: float, count: int = 1_000_000) -> float:

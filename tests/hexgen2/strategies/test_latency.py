@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,10 @@ from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.flow.max_flow import balance
 from hexgen2.search.infeasible import soonest_s
 from hexgen2.search.load_prediction import LoadedPlacement
+from hexgen2.search.params import DEFAULT
 from hexgen2.search.problem import Group, Problem, Solution, counts_of, make_problem
 from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.latency import for_latency
 from hexgen2.strategies.registry import find_strategy
 
 
@@ -67,7 +70,7 @@ def test_formulas_know_the_latency_of_replicas_that_do_both(phases, share):
     assert loaded.mean_tpot_s(rate) == pytest.approx(shown.mean_tpot_ms / 1e3, rel=0.25)
 
 
-@pytest.mark.parametrize("rate", [pytest.param(0.5, marks=pytest.mark.slow), 1.4])
+@pytest.mark.parametrize("rate", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_no_solution_within_any_targets_is_quicker(rate):
     """Repeating a search also gives the same bytes."""
     problem = small(rate)
@@ -78,7 +81,8 @@ def test_no_solution_within_any_targets_is_quicker(rate):
     best = float("inf")
     for i, j in itertools.product(range(1, 20, 4), repeat=2):
         ttft, tpot = (s * 1.2**k * 1e3 for s, k in zip(soonest_s(problem), (i, j), strict=True))
-        evaluator = Evaluator(replace(problem, goal=make_goal("goodput", ttft_ms=ttft, tpot_ms=tpot)))
+        within = replace(problem, goal=make_goal("goodput", ttft_ms=ttft, tpot_ms=tpot))
+        evaluator = Evaluator(within, for_latency(DEFAULT))
         for solution in solutions():
             tried = evaluator.evaluate(solution)
             if tried.req_s < rate:
@@ -86,7 +90,7 @@ def test_no_solution_within_any_targets_is_quicker(rate):
             full = evaluator.at_full_load(tried)
             loaded = LoadedPlacement.of(evaluator.planner, full, balance(full.network, full.flow).routes)
             best = min(best, loaded.mean_e2el_s(rate))
-    assert found.goodput.mean_e2el_ms / 1e3 <= best * 1.01
+    assert found.goodput.mean_e2el_ms / 1e3 <= best * 1.01 < math.inf
 
 
 def test_it_is_quicker_than_the_greatest_throughput_and_says_so():
