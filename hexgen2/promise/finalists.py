@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_model.base import PREFILL_TOKENS
 from hexgen2.cluster import Cluster
@@ -125,6 +125,7 @@ class _Tournament:
         self._simulated = 0
         # All were made under one cost model.
         self._costs, self._times = placements[0].costs(), dict[Hashable, StepTimes]()
+        self._seen_closely = False
 
     def run(self) -> Chosen | None:
         """Challenge, retune, and look closely at the winner; what is known when time is over counts."""
@@ -135,7 +136,17 @@ class _Tournament:
         self._leader = self._placements[0], goodput
         with suppress(OutOfTimeError):
             self._compare()
-        return Chosen(*self._leader, self._simulated)
+        best, goodput = self._leader
+        return Chosen(best, self._cautious(best, goodput), self._simulated)
+
+    def _cautious(self, placement: Placement, found: Found) -> Found:
+        """What may be promised without a close look: no more than formulas plan, where all runs were over
+        before the fleet can have been full."""
+        longest = max((len(trial.in_time) for trial in found.trials), default=0)
+        if self._seen_closely or longest >= FEW_TURNS * placement.places:
+            return found
+        planned = placement.throughput.req_s
+        return replace(found, req_s=min(found.req_s, planned), low_req_s=min(found.low_req_s, planned))
 
     def _compare(self) -> None:
         """Challenge the leader, retune it and look at it closely."""
@@ -259,7 +270,10 @@ class _Tournament:
             stop=lambda: trials.requests >= self._effort.enough or self._stop(),
             easy_req_s=roughly.req_s if easy else 0.0,
         )
-        return found if found.req_s > 0 or not self._stop() else roughly
+        if found.req_s <= 0 and self._stop():
+            return roughly
+        self._seen_closely = True
+        return found
 
     def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:
         seed = 2 * self._seed + seed_offset

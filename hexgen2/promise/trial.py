@@ -166,12 +166,12 @@ class Trials:
         self._simulate(records, until_all_arrived)
         if self._stop():
             return 0.0
+        # Equal requests that begin together end together, in waves: what ends in the middle of the time
+        # counts most, so that it matters little where in a wave that time begins and ends.
         first_s = float(records.sent_s[int(FULL_FROM * count)])
-        served = _ended_req_s(records, first_s, last_s)
-        # Equal requests that begin together end together: whole turns of them count.
-        turn_s = self.placement.places / served if served > 0 else math.inf
-        turns = int((last_s - first_s) / turn_s)
-        return _ended_req_s(records, last_s - turns * turn_s, last_s) if turns else served
+        span_s = last_s - first_s
+        ended = (records.end_s[(records.end_s > first_s) & (records.end_s < last_s)] - first_s) / span_s
+        return math.fsum((30 * (ended * (1 - ended)) ** 2).tolist()) / span_s
 
     def _records(self, rate: float, count: int, draw: int) -> Records:
         return Records(online(self._lengths, rate, count, (SEEDS, self._seed, draw)))
@@ -228,11 +228,6 @@ class _Watch:
         kept_up = at_the_end <= halfway + grown or not self._whole
         most_req_s = math.inf if kept_up else min(rate, ended_req_s)
         return Trial(rate, records.requests, in_time, ttft_s, tpot_s, e2el_s, self._whole, inside, most_req_s)
-
-
-def _ended_req_s(records: Records, first_s: float, last_s: float) -> float:
-    """Requests/s that ended in between."""
-    return float(np.count_nonzero((records.end_s > first_s) & (records.end_s <= last_s))) / (last_s - first_s)
 
 
 def _in_the_fleet(records: Records) -> tuple[int, int, int, float]:

@@ -10,6 +10,7 @@ import pytest
 
 import hexgen2
 from cluster_specs.loader import resolve
+from cluster_specs.schema import ClusterSpec
 from hexgen2.checks import violations
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
@@ -101,6 +102,31 @@ def test_finalists_challenge_one_another_in_the_simulator(promised):
     trials = Trials(ruined, cluster_of(promised), goal, 5)
     alone = find_goodput(trials, goal.attainment, ruined.throughput.req_s, lambda _: 400, runs=6)
     assert chosen.goodput.req_s > 1.2 * alone.req_s
+
+
+def test_a_fleet_with_many_places_keeps_its_promise_once_it_is_full():
+    """It takes in 2048 requests before any of them waits: 4000 requests are in time at rates far above that
+    at which 40,000 are."""
+    node = {"name": "a", "accelerators": "H100:8", "interconnect": "nvlink"}
+    promised = hexgen2.search(
+        cluster=ClusterSpec.model_validate({"name": "eight", "nodes": [node]}),
+        model="llama-3-8b",
+        workload="LPLD",
+        goal=Goal(objective="goodput", ttft_ms=300, tpot_ms=120),
+        phases="colocated",
+    )
+    assert promised.places == 2048 and promised.goodput and promised.goodput.goodput_req_s
+    rate = promised.goodput.goodput_req_s
+    shown = hexgen2.simulate(promised, request_rate=rate, num_requests=40_000, seed=5)
+    assert shown.attainment is not None and shown.attainment >= 0.88
+    soon_over = hexgen2.simulate(promised, request_rate=1.1 * rate, num_requests=4000, seed=5)
+    assert soon_over.attainment is not None and soon_over.attainment > 0.99
+    # What is seen of a run beyond the capacity is what a much longer one, barely beyond it, serves.
+    trials = Trials(promised, cluster_of(promised), promised.goal, 1)
+    barely = trials.served_req_s(1.1 * rate, 40_000, 0)
+    for beyond in (1.4, 1.5, 1.6, 1.7):
+        found = trials.full_req_s(beyond * rate, 10 * promised.places, 1)
+        assert found == pytest.approx(barely, rel=0.03)
 
 
 def test_without_time_for_a_single_run_the_formulas_choice_stands(promised):
