@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -36,6 +37,8 @@ FILLED = 0.3
 """Of the requests of a run beyond the capacity, the steady state begins once this share of them has ended."""
 FULL_FROM = 0.45
 """Of the requests of a run far beyond the capacity, the fleet is full once this share has arrived."""
+LOOKS = 8
+"""Of so many reports of a simulation, one is looked at: to see which requests are late takes time."""
 HOPELESS = 2.5
 """A run ends early once this many times as many requests as allowed are late."""
 
@@ -177,9 +180,17 @@ class Trials:
         return Records(online(self._lengths, rate, count, (SEEDS, self._seed, draw)))
 
     def _simulate(self, records: Records, watch: Callable[[Simulation], None]) -> None:
+        """Run until every request has ended or the watch ends the run. It looks LOOKS times as rarely as the
+        simulation reports, but at once when it is time to stop."""
+        reports = itertools.count(1)
         simulation = Simulation(self.placement, self._cluster, records, Options(), fleet=self._fleet)
+
+        def report(now: Simulation) -> None:
+            if next(reports) % LOOKS == 0 or self._stop():
+                watch(now)
+
         with suppress(_OverError):
-            simulation.run(watch)
+            simulation.run(report)
         self.requests += len(records.requests)
 
 

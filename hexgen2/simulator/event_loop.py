@@ -14,7 +14,7 @@ from hexgen2.simulator.clients import Clients
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
 
-PROGRESS = 4096
+PROGRESS = 512
 """Events from one report of progress to the next."""
 
 

@@ -72,7 +72,7 @@ def simulate(
     Parameters
     ----------
     stream : receives a CSV row for each request that ends
-    progress : called every few thousand events
+    progress : called every few hundred events
     costs : replaces the placement's cost model
 
     Raises
