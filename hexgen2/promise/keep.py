@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hexgen2.promise.finalists import Effort, choose, residents
 from hexgen2.promise.full_load import TOLERATED, formulas_do, simulated_factor
 from hexgen2.promise.goodput import Found
 from hexgen2.promise.trial import OutOfTimeError, Trial, Trials
+from hexgen2.search.background import Ahead
 from hexgen2.search.ties import exceeds
 
 DEFAULT_EFFORT = Effort()
@@ -80,24 +82,25 @@ def _best_at_full_load(
     """The placement that serves most in the simulator, with the requests/s from there if formulas are off."""
     planned = [placement.throughput.req_s for placement in placements]
     best, most_req_s = placements[0], 0.0
-    for placement, req_s in zip(placements, planned, strict=True):
-        if most_req_s and (stop() or req_s * BETTER_YET <= most_req_s):
-            continue
-        fullest = _fullest(placement, cluster)
-        known = formulas_do(placement) and fullest < NEARLY_FULL
-        if known and not most_req_s and all(other * BETTER_YET <= req_s for other in planned[1:]):
-            return placement
-        factor = simulated_factor(placement, cluster, seed, stop)
-        if stop() and most_req_s:
-            break
-        if factor > 1:  # No route may carry more than its links do.
-            factor = max(1.0, min(factor, 1 / fullest))
-        simpler = all(replica.role != "mixed" for replica in placement.replicas)
-        served_req_s = req_s * factor * (SIMPLER if simpler else 1.0)
-        if exceeds(served_req_s, most_req_s):
-            close = known or abs(factor - 1) <= TOLERATED
-            best = placement if close else scaled(placement, factor, AT_FULL_LOAD)
-            most_req_s = served_req_s
+    with Ahead([partial(simulated_factor, each, cluster, seed, stop) for each in placements]) as factors:
+        for k, (placement, req_s) in enumerate(zip(placements, planned, strict=True)):
+            if most_req_s and (stop() or req_s * BETTER_YET <= most_req_s):
+                continue
+            fullest = _fullest(placement, cluster)
+            known = formulas_do(placement) and fullest < NEARLY_FULL
+            if known and not most_req_s and all(other * BETTER_YET <= req_s for other in planned[1:]):
+                return placement
+            factor = factors.result(k)
+            if stop() and most_req_s:
+                break
+            if factor > 1:  # No route may carry more than its links do.
+                factor = max(1.0, min(factor, 1 / fullest))
+            simpler = all(replica.role != "mixed" for replica in placement.replicas)
+            served_req_s = req_s * factor * (SIMPLER if simpler else 1.0)
+            if exceeds(served_req_s, most_req_s):
+                close = known or abs(factor - 1) <= TOLERATED
+                best = placement if close else scaled(placement, factor, AT_FULL_LOAD)
+                most_req_s = served_req_s
     return best
 
 

@@ -99,10 +99,9 @@ class SearchState:
         best = self.incumbent.best
         return best is not None and best.req_s >= self.stopping.target_req_s
 
-    @contextmanager
-    def restricted_to(self, phases: Phases, listed: float, until: float) -> Iterator[SearchState]:
-        """A search within this one among solutions with these phases only, whose best is offered to this one
-        when it ends, also by Ctrl-C.
+    def restricted_to(self, phases: Phases, listed: float, until: float) -> SearchState:
+        """A search within this one among solutions with these phases only; `take_pure` takes what it finds.
+        Its effort does not depend on what was planned before, and it shows no progress.
 
         Parameters
         ----------
@@ -112,23 +111,24 @@ class SearchState:
         evaluator = self.evaluator
         restricted = replace(evaluator.problem, phases=phases)
         pure = SearchState(
-            Evaluator(restricted, evaluator.params, evaluator.planner),
+            Evaluator(restricted, evaluator.params, evaluator.planner.counting_anew()),
             self.stopping.of_which(1 - until),
-            progress=self.progress,
         )
         pure.evaluator.relaxed.stop = partial(self.stopping.spent, listed)
         pure.evaluator.relaxed.enough = evaluator.relaxed.enough
-        try:
-            yield pure
-        finally:
-            self.stopping.after(pure.stopping)
-            found = pure.incumbent.best
-            if found is not None and found.req_s > 0:
-                self.pure[phases] = found
-                # What its replicas could do for others is a large program where there are many of them.
-                late = self.stopping.spent(LATE)
-                mixed = found if late else evaluator.evaluate(found.solution, found)
-                self.offer(mixed, f"best of those all {phases}")
+        if evaluator.relaxed.listed:
+            pure.evaluator.relaxed.take_columns(evaluator.relaxed)
+        return pure
+
+    def take_pure(self, phases: Phases, found: Evaluation | None) -> None:
+        """Offer the best solution that was found among those with these phases only."""
+        if found is None or found.req_s <= 0:
+            return
+        self.pure[phases] = found
+        # What its replicas could do for others is a large program where there are many of them.
+        late = self.stopping.spent(LATE)
+        mixed = found if late else self.evaluator.evaluate(found.solution, found)
+        self.offer(mixed, f"best of those all {phases}")
 
     @property
     def effort(self) -> float:

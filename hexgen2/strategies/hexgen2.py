@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from cost_model.errors import InfeasibleError
 from hexgen2.cluster import Cluster
@@ -21,7 +23,10 @@ from hexgen2.promise.keep import with_promise
 from hexgen2.rent.cheapest import explore_cost
 from hexgen2.rent.frontier import explore_frontier
 from hexgen2.rent.within_budget import explore_budget
+from hexgen2.search.background import Background, Report
+from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
@@ -52,6 +57,8 @@ LISTED, PARTS_LISTED = 0.25, 0.65
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
 FIRST = 0.1
 """Share of the time limit for a first answer of colocated replicas, and for one of the others."""
+LINEAR_UNTIL = 0.4
+"""Share of the time limit after which the linear program's start is taken as far as it has come."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
 """The same for pure phases, and the share of the time limit after which these searches end."""
 PATIENCE = 10.0
@@ -60,6 +67,13 @@ CHEAPEST_TRIES = 4
 """How often a rental is looked for that also keeps the targets in the simulator."""
 HEADROOM = 1.01
 """So much more load is planned for than the simulator asks for, so that the next rental is not short too."""
+
+
+class PureFound(NamedTuple):
+    """What a search among solutions of pure phases found, and how it ended."""
+
+    best: Evaluation | None
+    stopping: Stopping
 
 
 def search(problem: Problem, options: SearchOptions) -> Placement:
@@ -123,7 +137,7 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
         elif goal.rents:
             explore_budget(state, options.seed, explore)
         else:
-            explore(state, options.seed)
+            explore(state, options.seed, options.certify)
             rest = options.time_limit_s is not None and not state.incumbent.within(OPEN_GAP)
             if (options.certify or rest) and not (state.incumbent.proved or state.stopping.out_of_time()):
                 _certify(state, options.seed)
@@ -131,8 +145,13 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
     return run_search(NAME, problem, options, explore_all, rents=True, objectives=OBJECTIVES)
 
 
-def explore(state: SearchState, seed: int) -> None:
-    """Offer the best solution of a cluster whose GPUs are all there to use, and a bound."""
+def explore(state: SearchState, seed: int, certified: bool = False) -> None:
+    """Offer the best solution of a cluster whose GPUs are all there to use, and a bound.
+
+    Parameters
+    ----------
+    certified : whether the bound will be tightened afterwards
+    """
     evaluator = state.evaluator
     for k, role in enumerate(("colocated", "decode"), 1):
         if role in evaluator.problem.roles:
@@ -142,28 +161,56 @@ def explore(state: SearchState, seed: int) -> None:
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
     if by_parts:
         evaluator.relaxed.hopeless = partial(_hopeless, state.stopping, state.stopping.spent_share)
-    params, patience = evaluator.params, _patience(state)
+    params = evaluator.params
     large = len(evaluator.problem.usable) > params.large_gpus
     bound_last = not large and state.stopping.time_limit_s is None
     if bound_last:
         evaluator.relaxed.enough = math.inf
-    state.bounded_by(evaluator.relaxed.upper_bound())
-    state.spend(params.effort * patience, params.close_gap if large else 0.0)
-    if by_parts:
-        explore_parts(state, seed)
-        return
-    if evaluator.problem.phases == "flexible":
-        for phases in PURE:
-            # Where formulas prove a split to be best, colocated replicas may still serve more when simulated.
-            if not state.finished() or (phases == "colocated" and state.incumbent.proved and _in_time(state)):
-                _search_pure(state, phases, seed)
-        for kind, found in greatest_first(state.pure.items(), lambda pure: pure[1].req_s):
-            refine(state, found.solution, f"start all {kind}")
-        state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
-    climb_from_starts(state)
-    settle(state, seed)
-    if bound_last and state.incumbent.best and not state.incumbent.proved:
-        _refine_bound(state, REFINED)
+    pure: dict[Phases, Background[PureFound]] = {}
+    if evaluator.problem.phases == "flexible" and not by_parts:
+        evaluator.relaxed.list_columns()  # All of them share these.
+        pure = {phases: Background(partial(_search_pure, state, phases, seed)) for phases in PURE}
+    try:
+        state.bounded_by(evaluator.relaxed.upper_bound())
+        state.spend(params.effort * _patience(state), params.close_gap if large else 0.0)
+        if by_parts:
+            explore_parts(state, seed)
+            return
+        if pure:
+            _mix(state, pure)
+        else:
+            climb_from_starts(state)
+        refined = None
+        if bound_last and not certified and state.incumbent.best and not state.incumbent.proved:
+            refined = Background(partial(_refined_bound, state, REFINED))
+        settle(state, seed)
+        if refined and not state.incumbent.proved:
+            state.bounded_by(refined.result())
+    finally:
+        for search in pure.values():
+            search.cancel()
+
+
+def _mix(state: SearchState, pure: Mapping[Phases, Background[PureFound]]) -> None:
+    """Offer the best of the linear program's start, the best solutions of pure phases, and what is near
+    them."""
+    params, patience = state.evaluator.params, _patience(state)
+    whole = state.stopping
+    state.stopping = whole.only_until(LINEAR_UNTIL)
+    state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
+    try:
+        climb_from_linear(state)
+    finally:
+        whole.after(state.stopping)
+        state.stopping = whole
+    state.spend(params.effort * patience, stale_effort=math.inf)
+    for phases, search in pure.items():
+        # Where formulas prove a split to be best, colocated replicas may still serve more when simulated.
+        if not state.finished() or (phases == "colocated" and state.incumbent.proved and _in_time(state)):
+            _take_pure(state, phases, search)
+    for kind, found in greatest_first(state.pure.items(), lambda each: each[1].req_s):
+        refine(state, found.solution, f"start all {kind}")
+    state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
 
 
 def _in_time(state: SearchState) -> bool:
@@ -172,9 +219,14 @@ def _in_time(state: SearchState) -> bool:
 
 def _refine_bound(state: SearchState, gap: float) -> None:
     """Refine the bound until the best is this close to it."""
+    state.bounded_by(_refined_bound(state, gap))
+
+
+def _refined_bound(state: SearchState, gap: float, report: Report | None = None) -> UpperBound:
+    """The bound, refined until the best is this close to it."""
     best, relaxed = state.incumbent.best, state.evaluator.relaxed
     relaxed.enough = best.req_s / (1 - gap) if best else 0.0
-    state.bounded_by(relaxed.upper_bound())
+    return relaxed.upper_bound()
 
 
 def _hopeless(stopping: Stopping, began: float, listed: float) -> bool:
@@ -189,28 +241,37 @@ def _patience(state: SearchState) -> float:
     return 1.0 if state.stopping.time_limit_s is None else PATIENCE
 
 
-def _search_pure(state: SearchState, phases: Phases, seed: int) -> None:
-    """Search among solutions with these phases only."""
+def _search_pure(state: SearchState, phases: Phases, seed: int, report: Report) -> PureFound:
+    """The best found among solutions with these phases only; None if there is none. Every improvement is
+    reported."""
     params, patience = state.evaluator.params, _patience(state)
     if phases == "disaggregated" and len(state.evaluator.problem.usable) < 2:
-        return
-    with state.restricted_to(phases, *PURE_UNTIL[phases]) as pure:
-        stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
-        pure.spend(params.effort * patience, stale_effort=stale * patience)
-        climb_from_starts(pure)
-        settle(pure, seed)
+        return PureFound(None, state.stopping.again())
+    pure = state.restricted_to(phases, *PURE_UNTIL[phases])
+    pure.progress = lambda now: report(now.incumbent.best)
+    stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
+    pure.spend(params.effort * patience, stale_effort=stale * patience)
+    climb_from_starts(pure)
+    settle(pure, seed)
+    return PureFound(pure.incumbent.best, pure.stopping)
+
+
+def _take_pure(state: SearchState, phases: Phases, search: Background[PureFound]) -> None:
+    """Offer what such a search finds; if it is interrupted, what it has found so far."""
+    try:
+        found = search.result()
+    except KeyboardInterrupt:
+        state.stopping.interrupt()
+        state.take_pure(phases, search.latest())
+        raise
+    state.stopping.after(found.stopping)
+    state.take_pure(phases, found.best)
 
 
 def climb_from_starts(state: SearchState) -> None:
     """Refine the linear program's start and the paper's, each on its own."""
+    climb_from_linear(state)
     evaluator = state.evaluator
-    with state.uncounted():
-        laid_out = [evaluator.relaxed.start()]
-        if not state.stopping.out_of_time():
-            laid_out.append(evaluator.relaxed.start(pair_roles=True))
-    linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
-    if linear.groups:
-        refine(state, linear, "start from the linear program")
     if evaluator.problem.phases == "colocated" or len(evaluator.problem.usable) < 2:
         first = whole_nodes(evaluator, stop=state.stopping.out_of_time)
         refine(state, first, "start with whole nodes")
@@ -221,6 +282,18 @@ def climb_from_starts(state: SearchState) -> None:
             return
         start = initial_solution(state.evaluator, groups, partitioner)
         refine(state, start, f"start with {groups} groups")
+
+
+def climb_from_linear(state: SearchState) -> None:
+    """Refine the linear program's start."""
+    evaluator = state.evaluator
+    with state.uncounted():
+        laid_out = [evaluator.relaxed.start()]
+        if not state.stopping.out_of_time():
+            laid_out.append(evaluator.relaxed.start(pair_roles=True))
+    linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
+    if linear.groups:
+        refine(state, linear, "start from the linear program")
 
 
 def settle(state: SearchState, seed: int) -> None:

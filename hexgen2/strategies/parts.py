@@ -38,13 +38,22 @@ def explore_parts(state: SearchState, seed: int) -> None:
         _improve(state, seed, STARTS_UNTIL, FIRST_UNTIL)
         for phases, (starts, ends) in PURE_UNTIL.items():
             if not state.finished():
-                with state.restricted_to(phases, starts, ends) as pure:
-                    pure.spend(state.evaluator.params.effort)
-                    _improve(pure, seed, starts / ends, 1.0)
+                _improve_pure(state, phases, seed, starts, ends)
     _improve(state, seed + 1, ALL_BUT_OUTPUT, 1.0)
     best = state.incumbent.best
     if best is not None and not state.finished():
         refine(state, best.solution, "all at once")
+
+
+def _improve_pure(state: SearchState, phases: Phases, seed: int, starts: float, ends: float) -> None:
+    """Offer the best solution found with these phases only, until these shares of the time limit."""
+    pure = state.restricted_to(phases, starts, ends)
+    pure.spend(state.evaluator.params.effort)
+    try:
+        _improve(pure, seed, starts / ends, 1.0)
+    finally:
+        state.stopping.after(pure.stopping)
+        state.take_pure(phases, pure.incumbent.best)
 
 
 def _improve(state: SearchState, seed: int, starts_until: float, until: float) -> None:
@@ -73,7 +82,7 @@ def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
     evaluator.relaxed.stop = partial(stopping.spent, began + ROUNDED * (until - began))
     if phases == "flexible":  # Quicker, since no colocated group has to be planned.
         _offer_rounded(state, "disaggregated")
-    if phases != "flexible" or evaluator.relaxed.all_listed:
+    if phases != "flexible" or evaluator.relaxed.list_columns():
         _offer_rounded(state, phases)
     found = groups_by_parts(evaluator, partial(stopping.spent, until), partial(_left_s, stopping, until))
     state.offer(evaluator.evaluate(found), "start by parts")

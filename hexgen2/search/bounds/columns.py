@@ -42,6 +42,11 @@ class Column:
         return replace(self, capacity_req_s=min(req_s, carried), region=region)
 
     @cached_property
+    def alone(self) -> Column:
+        """The column without what its groups could do for others."""
+        return self if self.region is None else replace(self, region=None)
+
+    @cached_property
     def corners(self) -> tuple[Point, ...]:
         """The corners of what its groups can do, in prompts/s and answers/s, with what they send and
         receive."""

@@ -37,6 +37,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array, vstack
@@ -82,6 +83,23 @@ class Relaxation:
         return cls(found.value, found.bound, found.x[groups.start : groups.stop], found.duals)
 
 
+OWN = -1
+"""Stands for the row that counts the groups of one column, which the program numbers."""
+
+
+class _Laid(NamedTuple):
+    """A column of the matrix, and those of the corners of its region: rows and coefficients as arrays [n]."""
+
+    column: Column
+    entries: tuple[np.ndarray, np.ndarray]
+    corners: list[tuple[np.ndarray, np.ndarray]]
+
+
+def _as_arrays(entries: Entries) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and coefficients of entries, as arrays [n] each."""
+    return np.array([row for row, _ in entries], dtype=int), np.array([value for _, value in entries])
+
+
 class ConfigurationLP:
     """The rows of the program, which depend only on the cluster; columns come with each solve."""
 
@@ -100,6 +118,7 @@ class ConfigurationLP:
         self._price_row = self._row(-INFINITY, INFINITY)
         self._moves: list[Entries] = []
         self._local: list[Entries] = []
+        self._laid: dict[int, _Laid] = {}
         if self._with_kv:
             rates = node_rates(problem)
             at_best = [rates[nodes[0]] for nodes in classes.nodes]
@@ -192,16 +211,25 @@ class ConfigurationLP:
     def _in_one_class(column: Column) -> bool:
         return len(column.gpus) == 1
 
-    def _corner_entries(self, column: Column, corner: Point, row: int) -> Entries:
-        """The entries of a corner of a mixed column, whose groups the row counts. On one class, KV caches
-        that stay where they are count among those that move inside the class."""
-        entries = [(row, 1.0), *enumerate(corner)]
+    def _corner_entries(self, column: Column, corner: Point) -> Entries:
+        """The entries of a corner of a mixed column. On one class, KV caches that stay where they are count
+        among those that move inside the class."""
+        entries = [(OWN, 1.0), *enumerate(corner)]
         if not self._with_kv:
             return entries
         rows = self._local_rows
         if self._in_one_class(column):
             rows = [self._rate_row[phase][column.gpus[0][0]] for phase in PHASES]
         return entries + [(handled, -rate) for handled, rate in zip(rows, corner, strict=True)]
+
+    def _laid_out(self, column: Column) -> _Laid:
+        """The column's entries, remembered: programs are solved again and again with the same columns."""
+        found = self._laid.get(id(column))
+        if found is None or found.column is not column:
+            entries = self._entries(column) + ([(OWN, -1.0)] if column.region is not None else [])
+            corners = [_as_arrays(self._corner_entries(column, corner)) for corner in column.corners]
+            found = self._laid[id(column)] = _Laid(column, _as_arrays(entries), corners)
+        return found
 
     def relaxed_groups(self, columns: Sequence[Column], budget: float = INFINITY) -> RelaxedGroups:
         """The program over these columns, within a budget (US dollars per hour)."""
@@ -242,8 +270,8 @@ class ConfigurationLP:
         if not len(relaxed.duals):
             return fit
         gap = relaxed.value - known + ROUNDING * relaxed.value
-        bills = (self._bill(column, relaxed.duals) for column in columns)
-        losses = np.array([cost - brought for brought, cost in bills])
+        brought, cost = self._bills(columns, relaxed.duals)
+        losses = cost - brought
         room = np.divide(gap, losses, out=np.full(len(columns), np.inf), where=losses > 0)
         return np.minimum(fit, np.floor(np.clip(room, 0, fit.max(initial=0)))).astype(int)
 
@@ -282,24 +310,34 @@ class ConfigurationLP:
         )
         return -found.bound, np.round(found.x[groups.start : groups.stop])
 
-    def worth(self, column: Column, duals: np.ndarray) -> float:
-        """What a group of the column brings at these duals, beside what its GPUs cost: at most 1 of all
+    def worth(self, columns: Sequence[Column], duals: np.ndarray) -> np.ndarray:
+        """[columns] what a group of each brings at these duals, beside what its GPUs cost: at most 1 of all
         columns, and 1 of those that the solution has."""
-        brought, cost = self._bill(column, duals)
-        return brought / cost if cost > 0 else INFINITY
+        brought, cost = self._bills(columns, duals)
+        return np.divide(brought, cost, out=np.full(len(columns), INFINITY), where=cost > 0)
 
-    def _bill(self, column: Column, duals: np.ndarray) -> tuple[float, float]:
-        """What a group of the column brings at these duals, and what its GPUs cost, in requests/s."""
-        bought = {self._price_row, *(row for rows in self._gpu_row for row, _ in rows.values())}
-        brought = cost = 0.0
-        for row, amount in self._entries(column):
-            if row in bought:
-                cost += float(duals[row]) * amount
-            else:
-                brought -= float(duals[row]) * amount
-        if column.region is not None:
-            corners = [self._corner_entries(column, corner, 0)[1:] for corner in column.corners]
-            brought += max(-math.fsum(float(duals[row]) * n for row, n in corner) for corner in corners)
+    def _bills(self, columns: Sequence[Column], duals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[columns] what a group of each brings at these duals, and what its GPUs cost, in requests/s."""
+        laid, count = [self._laid_out(column) for column in columns], len(columns)
+        if not count:
+            return np.zeros(0), np.zeros(0)
+        # What counts a column's own groups is worth nothing.
+        duals, bought = np.append(duals, 0.0), np.zeros(len(duals) + 1, dtype=bool)
+        bought[[self._price_row, *(row for rows in self._gpu_row for row, _ in rows.values())]] = True
+        rows, values, owner = _joined([each.entries for each in laid])
+        amounts = duals[rows] * values
+        cost = np.bincount(owner, np.where(bought[rows], amounts, 0.0), count)
+        brought = -np.bincount(owner, np.where(bought[rows], 0.0, amounts), count)
+        corners = [corner for each in laid for corner in each.corners]
+        if corners:
+            rows, values, owner = _joined(corners)
+            of_corners = -np.bincount(owner, duals[rows] * values, len(corners))
+            best, column_of = (
+                np.full(count, -INFINITY),
+                np.repeat(range(count), [len(c.corners) for c in laid]),
+            )
+            np.maximum.at(best, column_of, of_corners)
+            brought += np.where(np.isfinite(best), best, 0.0)
         return brought, cost
 
     def price_of(self, column: Column) -> float:
@@ -317,22 +355,27 @@ class ConfigurationLP:
 
     def _arrays(self, columns: Sequence[Column], budget: float = INFINITY) -> Arrays:
         """The program's gain [n], matrix [r, n] and limits of the rows [r]."""
-        groups, corners, rows = [self._entries(column) for column in columns], list[Entries](), [*self._rows]
+        before, laid = self._before_columns, [self._laid_out(column) for column in columns]
+        rows, corners = [*self._rows], [corner for each in laid for corner in each.corners]
         rows[self._price_row] = -INFINITY, budget
-        for column, entries in zip(columns, groups, strict=True):
-            if column.region is not None:
-                entries.append((len(rows), -1.0))
-                corners += [self._corner_entries(column, corner, len(rows)) for corner in column.corners]
-                rows.append((-INFINITY, 0.0))
-        matrix = [*self._before_columns, *groups, *corners]
-        size = len(matrix)
-        gain = np.zeros(size)
+        row, value, variable = _joined([*map(_as_arrays, before), *(each.entries for each in laid), *corners])
+        mixed = np.array([each.column.region is not None for each in laid], dtype=bool)
+        own = len(rows) + np.cumsum(mixed) - mixed
+        of_corners = np.repeat(own, [len(each.corners) for each in laid])
+        numbers = np.concatenate([np.zeros(len(before), dtype=int), own, of_corners])
+        rows += [(-INFINITY, 0.0)] * int(mixed.sum())
+        gain = np.zeros(len(numbers))
         gain[0] = 1.0
-        row, value = np.array([entry for entries in matrix for entry in entries]).T
-        variable = np.repeat(np.arange(size), [len(entries) for entries in matrix])
-        coefficients = csr_array((value, (row.astype(int), variable)), shape=(len(rows), size))
-        row_least, row_most = (np.array(limits) for limits in zip(*rows, strict=True))
-        return gain, coefficients, row_least, row_most
+        row = np.where(row == OWN, numbers[variable], row)
+        coefficients = csr_array((value, (row, variable)), shape=(len(rows), len(numbers)))
+        row_least, row_most = np.array(rows).T
+        return gain, coefficients, row_least.copy(), row_most.copy()
+
+
+def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows [n] and coefficients [n] of all parts, one after the other, and the part of each [n]."""
+    rows, values = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
+    return rows, values, np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
 
 
 class RelaxedGroups:

@@ -63,9 +63,21 @@ class Relaxations:
 
         return list_columns(self._planner, self._problem, self.classes, stop)
 
+    def take_columns(self, other: Relaxations) -> None:
+        """Take the columns that another one of the same planner has listed, as far as groups have these roles
+        here: to list them takes long."""
+        listed, complete = other._listed
+        roles, mixes = self._problem.roles, self._problem.mixes
+        self.classes = other.classes
+        self._listed = [c if mixes else c.alone for c in listed if c.role in roles], complete
+
     @property
-    def all_listed(self) -> bool:
-        """Whether there was time for all columns."""
+    def listed(self) -> bool:
+        """Whether the columns are there."""
+        return "_listed" in vars(self)
+
+    def list_columns(self) -> bool:
+        """List the columns, unless they are there; whether there was time for all."""
         return self._listed[1]
 
     @cached_property
@@ -95,8 +107,8 @@ class Relaxations:
             if self.enough and before - found.upper_bound < LITTLE * found.upper_bound:
                 break
             loose = [k for k, column in enumerate(self.columns) if not column.planned]
-            worth = {k: lp.worth(self.columns[k], found.duals) for k in loose}
-            self._plan(greatest_first(loose, worth.__getitem__)[:at_once])
+            worth = lp.worth([self.columns[k] for k in loose], found.duals).tolist()
+            self._plan(greatest_first(loose, dict(zip(loose, worth, strict=True)).__getitem__)[:at_once])
             before = found.upper_bound
             if self.enough:  # Of few GPUs, groups are planned sooner than the program is solved.
                 at_once = min(2 * at_once, MOST_AT_ONCE)
@@ -233,15 +245,13 @@ def _expected(columns: list[Column]) -> list[Column]:
         ]
         usual[role] = float(np.median(shares)) if shares else 1.0
     return [
-        replace(
-            column,
-            region=None,
-            capacity_req_s=column.capacity_req_s * (1.0 if column.planned else usual[column.role]),
-        )
+        column.alone
+        if column.planned
+        else replace(column.alone, capacity_req_s=column.capacity_req_s * usual[column.role])
         for column in columns
     ]
 
 
 def _simple(columns: list[Column]) -> list[Column]:
     """The columns without what colocated groups could do for others."""
-    return [replace(column, region=None) for column in columns]
+    return [column.alone for column in columns]

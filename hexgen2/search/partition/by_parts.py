@@ -74,7 +74,8 @@ def groups_within(
     found = lp.solve(columns)
     if found.value <= 0:
         return Solution()
-    near = [(value, column) for column in columns if (value := lp.worth(column, found.duals)) >= WORTH]
+    values = zip(lp.worth(columns, found.duals).tolist(), columns, strict=True)
+    near = [(value, column) for value, column in values if value >= WORTH]
     best_first = [column for _, column in greatest_first(near, lambda each: each[0])]
     everyone = candidates(best_first, classes, evaluator.planner, stop)
     worth = PartProgram(classes.problem, nodes, everyone).worth()

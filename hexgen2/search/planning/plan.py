@@ -6,6 +6,7 @@ different shapes. A colocated replica runs both phases with the same shape and t
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,8 @@ class Planner:
     ----------
     classes : classes of interchangeable nodes
     span : the most nodes that a replica spans
-    computed : how many plans were made, rather than remembered; one that takes longer counts as several
+    computed : how many kinds of groups were planned, also if `counting_anew` remembers the plan; one that
+        takes longer counts as several
     """
 
     def __init__(self, problem: Problem, alike: Planner | None = None) -> None:
@@ -101,6 +103,7 @@ class Planner:
         # Tight targets may need many GPUs for few requests. Only the bound by rates covers such replicas.
         self.span = len(problem.node_gpus) if problem.targets.given else widest_span(problem)
         self.computed = 0
+        self._counted: set[tuple] = set()
         self._pipelines: Pipelines = alike._pipelines if alike else Pipelines(problem)
         self._divisions = Divisions(self._pipelines, problem)
         self._contenders = ContenderSearch(self._pipelines, problem)
@@ -120,6 +123,13 @@ class Planner:
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
         self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
 
+    def counting_anew(self) -> Planner:
+        """One that knows the same plans, and shares what it learns, but counts from 0 what it is asked for:
+        its count does not depend on what others have asked before, or ask elsewhere at the same time."""
+        other = copy.copy(self)
+        other.computed, other._counted, other._planned = 0, set(), {}
+        return other
+
     def plan(self, role: str, counts: NodeCounts) -> GroupPlan | None:
         """The plan with the greatest capacity; None if the model does not fit in the group, the group spans
         too many nodes, or no shape meets the targets."""
@@ -134,9 +144,11 @@ class Planner:
         """The plan of a group: that of a group of the same kinds of nodes and links, if one was made."""
         counts, nodes, alike = self._by_kind(counts)
         key = (role, *alike)
-        if key not in self._memo:
+        if key not in self._counted:
+            self._counted.add(key)
             slow = role == "colocated" and self.problem.targets.tpot_s is not None
             self.computed += SLOW_PLAN if slow else 1
+        if key not in self._memo:
             found = self._candidates_of(role, counts, nodes, alike)
             if role == "prefill" and self._several:
                 if key not in self._fronts:

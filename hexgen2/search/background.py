@@ -1,0 +1,166 @@
+"""Work in another process, on another core, while this one goes on.
+
+A forked process has all that this one knows, so that nothing has to be passed but the result. The answer is
+the same wherever the work is done: where no process can be forked, or no core is free, it is done here once
+its result is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+POLL_S = 0.1
+"""Seconds after which somebody who waits looks at whether Ctrl-C was pressed."""
+
+Report = Callable[[Any], None]
+"""Takes what the work has found so far, in case that it is not let to its end."""
+
+
+class _Running:
+    """How many processes work in the background, and whether this is one of them."""
+
+    count = 0
+    here = False
+
+
+def free_cores() -> int:
+    """Cores on which more work could run at once: none in a process that works in the background itself."""
+    if _Running.here or not sys.platform.startswith("linux") or threading.active_count() > 1:
+        return 0
+    return max(0, len(os.sched_getaffinity(0)) - 1 - _Running.count)
+
+
+class Background(Generic[T]):
+    """A function that runs in the background, if a core is free when it is made.
+
+    Parameters
+    ----------
+    work : given a function that takes what is found so far; that and the result must be picklable
+    """
+
+    def __init__(self, work: Callable[[Report], T]) -> None:
+        self._work, self._latest = work, None
+        self._results: Connection | None = None
+        if free_cores() < 1:
+            return
+        context = get_context("fork")
+        self._results, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(work, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        _Running.count += 1
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another process does the work, or did."""
+        return self._results is not None
+
+    def result(self) -> T:
+        """What the work gives, once it is done.
+
+        Raises
+        ------
+        Exception : what the work raised
+        RuntimeError : its process died
+        """
+        if self._results is None:
+            return self._work(self._keep)
+        try:
+            while True:
+                if not self._results.poll(POLL_S):
+                    continue
+                kind, value = self._results.recv()
+                if kind == "report":
+                    self._latest = value
+                elif kind == "result":
+                    return value
+                else:
+                    raise value
+        except EOFError:
+            raise RuntimeError("a process that searched in the background died") from None
+        finally:
+            self.cancel()
+
+    def latest(self) -> Any:
+        """What the work has reported last; None if nothing."""
+        if self._results is not None and not self._results.closed:
+            while self._results.poll():
+                try:
+                    kind, value = self._results.recv()
+                except EOFError:
+                    break
+                self._latest = value if kind == "report" else self._latest
+        return self._latest
+
+    def cancel(self) -> None:
+        """End the work if it is still under way."""
+        if self._results is None or self._results.closed:
+            return
+        self.latest()
+        self._results.close()
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        _Running.count -= 1
+
+    def _keep(self, found: Any) -> None:
+        self._latest = found
+
+
+class Ahead(Generic[T]):
+    """Works whose results are asked for in order, or skipped: while one is waited for, those after it begin,
+    as far as cores are free. To be closed in the end."""
+
+    def __init__(self, works: Sequence[Callable[[], T]]) -> None:
+        self._works = works
+        self._begun: dict[int, Background[T]] = {}
+
+    def result(self, number: int) -> T:
+        """The result of one of the works; errors are those of Background.result."""
+        for k in range(number + 1, len(self._works)):
+            if free_cores() < 1:
+                break
+            if k not in self._begun:
+                self._begun[k] = Background(partial(_without_reports, self._works[k]))
+        known = self._begun.get(number)
+        return self._works[number]() if known is None else known.result()
+
+    def __enter__(self) -> Ahead[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each in self._begun.values():
+            each.cancel()
+
+
+def _without_reports(work: Callable[[], T], report: Report) -> T:
+    return work()
+
+
+def _run(work: Callable[[Report], T], results: Connection) -> None:
+    """The whole life of a process in the background. Ctrl-C goes to all processes of a terminal; the one that
+    waits for this one decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _Running.here = True
+    message: tuple[str, object]
+    try:
+        message = "result", work(lambda found: results.send(("report", found)))
+    except Exception as error:
+        message = "error", error
+    try:
+        results.send(message)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        results.send(("error", RuntimeError(f"a result of the background cannot be sent: {error}")))
+    except BrokenPipeError:  # Nobody waits any more.
+        pass
