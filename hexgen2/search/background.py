@@ -42,7 +42,7 @@ def free_cores() -> int:
 
 
 class Background(Generic[T]):
-    """A function that runs in the background, if a core is free when it is made.
+    """A function that runs in the background, if a core is free when it is made, or asked to begin.
 
     Parameters
     ----------
@@ -52,11 +52,16 @@ class Background(Generic[T]):
     def __init__(self, work: Callable[[Report], T]) -> None:
         self._work, self._latest = work, None
         self._results: Connection | None = None
-        if free_cores() < 1:
+        self._found: list[T] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin, if a core is free by now."""
+        if self._results is not None or self._found or free_cores() < 1:
             return
         context = get_context("fork")
         self._results, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(work, theirs), daemon=True)
+        self._process = context.Process(target=_run, args=(self._work, theirs), daemon=True)
         self._process.start()
         theirs.close()
         _Running.count += 1
@@ -74,8 +79,11 @@ class Background(Generic[T]):
         Exception : what the work raised
         RuntimeError : its process died
         """
+        if self._found:
+            return self._found[0]
         if self._results is None:
-            return self._work(self._keep)
+            self._found.append(self._work(self._keep))
+            return self._found[0]
         try:
             while True:
                 if not self._results.poll(POLL_S):
@@ -84,6 +92,7 @@ class Background(Generic[T]):
                 if kind == "report":
                     self._latest = value
                 elif kind == "result":
+                    self._found.append(value)
                     return value
                 else:
                     raise value
@@ -116,6 +125,21 @@ class Background(Generic[T]):
 
     def _keep(self, found: Any) -> None:
         self._latest = found
+
+
+def gather(works: Sequence[Background[Any]]) -> None:
+    """Let all of them end: while some run elsewhere, do here what no core was free for.
+
+    Raises
+    ------
+    as Background.result
+    """
+    for work in works:
+        work.begin()
+        if not work.elsewhere:
+            work.result()
+    for work in works:
+        work.result()
 
 
 class Ahead(Generic[T]):

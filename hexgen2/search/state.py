@@ -28,6 +28,7 @@ class SearchState:
 
     unmixed : the best offered in which no replica works for both itself and others
     pure : the best of all disaggregated and of all colocated solutions, in a flexible search
+    earlier : what was the best before a search went on to other means
     improved_at : effort when the best last improved
     elsewhere : effort of searches in parts of the cluster, less what does not count
     started_by_parts : whether the groups of each part by itself were offered
@@ -45,6 +46,7 @@ class SearchState:
     groups_looked_at: int = 0
     unmixed: Evaluation | None = None
     pure: dict[str, Evaluation] = field(default_factory=dict)
+    earlier: list[Evaluation] = field(default_factory=list)
     improved_at: float = 0.0
     elsewhere: float = 0.0
     started_by_parts: bool = False

@@ -209,6 +209,7 @@ def _finalists(state: SearchState, options: SearchOptions) -> list[Evaluation]:
         least = best.req_s * (1 - FORMULA_ERROR) if objective == "throughput" else 0.0
         simpler = (state.evaluator.each_alone(best), state.unmixed, *state.pure.values())
         kept += [each for each in simpler if each is not None and not each.mixed and each.req_s >= least]
+        kept += [each for each in state.earlier if each.req_s >= least]
     if not problem.goal.rents and (options.robust or objective in ("goodput", "latency")):
         kept += state.finalists.best()
     unlike: dict[tuple, Evaluation] = {}

@@ -23,7 +23,8 @@ from hexgen2.promise.keep import with_promise
 from hexgen2.rent.cheapest import explore_cost
 from hexgen2.rent.frontier import explore_frontier
 from hexgen2.rent.within_budget import explore_budget
-from hexgen2.search.background import Background, Report
+from hexgen2.search.background import Background, Report, gather
+from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.evaluation import Evaluation
@@ -32,7 +33,7 @@ from hexgen2.search.partition.initial import initial_solution, spectral_and_swap
 from hexgen2.search.partition.metis import metis_partition
 from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.perturbation import perturb_and_refine
-from hexgen2.search.problem import Phases, Problem
+from hexgen2.search.problem import Phases, Problem, Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
@@ -57,6 +58,10 @@ LISTED, PARTS_LISTED = 0.25, 0.65
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
 FIRST = 0.1
 """Share of the time limit for a first answer of colocated replicas, and for one of the others."""
+FROM_FEW, REFINED_BOUND = "few", "bound"
+"""Names of what else runs beside the search, where cores are free."""
+FEW_UNTIL = 0.35
+"""Share of the time limit after which no integer program over few columns begins."""
 LINEAR_UNTIL = 0.4
 """Share of the time limit after which the linear program's start is taken as far as it has come."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
@@ -166,36 +171,38 @@ def explore(state: SearchState, seed: int, certified: bool = False) -> None:
     bound_last = not large and state.stopping.time_limit_s is None
     if bound_last:
         evaluator.relaxed.enough = math.inf
-    pure: dict[Phases, Background[PureFound]] = {}
-    if evaluator.problem.phases == "flexible" and not by_parts:
+    others: dict[str, Background] = {}
+    flexible = evaluator.problem.phases == "flexible" and not by_parts
+    if flexible:
         evaluator.relaxed.list_columns()  # All of them share these.
-        pure = {phases: Background(partial(_search_pure, state, phases, seed)) for phases in PURE}
+        others = {phases: Background(partial(_search_pure, state, phases, seed)) for phases in PURE}
     try:
         state.bounded_by(evaluator.relaxed.upper_bound())
         state.spend(params.effort * _patience(state), params.close_gap if large else 0.0)
         if by_parts:
             explore_parts(state, seed)
             return
-        if pure:
-            _mix(state, pure)
+        if flexible:
+            if not state.incumbent.proved and not state.stopping.spent(FEW_UNTIL):
+                others[FROM_FEW] = Background(partial(_from_few, state))
+            _mix(state, others)
         else:
             climb_from_starts(state)
-        refined = None
         if bound_last and not certified and state.incumbent.best and not state.incumbent.proved:
-            refined = Background(partial(_refined_bound, state, REFINED))
+            apart = evaluator.relaxed.apart()
+            others[REFINED_BOUND] = Background(partial(_refined_bound, apart, state.best_req_s, REFINED))
         settle(state, seed)
-        if refined and not state.incumbent.proved:
-            state.bounded_by(refined.result())
+        if REFINED_BOUND in others and not state.incumbent.proved:
+            state.bounded_by(others[REFINED_BOUND].result())
     finally:
-        for search in pure.values():
+        for search in others.values():
             search.cancel()
 
 
-def _mix(state: SearchState, pure: Mapping[Phases, Background[PureFound]]) -> None:
-    """Offer the best of the linear program's start, the best solutions of pure phases, and what is near
-    them."""
-    params, patience = state.evaluator.params, _patience(state)
-    whole = state.stopping
+def _mix(state: SearchState, others: Mapping[str, Background]) -> None:
+    """Offer what is near the linear program's start, the best solutions of pure phases and the integer
+    program's start."""
+    params, patience, whole = state.evaluator.params, _patience(state), state.stopping
     state.stopping = whole.only_until(LINEAR_UNTIL)
     state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
     try:
@@ -204,28 +211,41 @@ def _mix(state: SearchState, pure: Mapping[Phases, Background[PureFound]]) -> No
         whole.after(state.stopping)
         state.stopping = whole
     state.spend(params.effort * patience, stale_effort=math.inf)
-    for phases, search in pure.items():
+    wanted = set(others)
+    if state.finished():
         # Where formulas prove a split to be best, colocated replicas may still serve more when simulated.
-        if not state.finished() or (phases == "colocated" and state.incumbent.proved and _in_time(state)):
-            _take_pure(state, phases, search)
-    for kind, found in greatest_first(state.pure.items(), lambda each: each[1].req_s):
-        refine(state, found.solution, f"start all {kind}")
+        wanted = {"colocated"} if state.incumbent.proved and _in_time(state) else set()
+    try:
+        gather([others[name] for name in others if name in wanted])
+    except KeyboardInterrupt:
+        state.stopping.interrupt()
+        for phases in PURE:
+            state.take_pure(phases, others[phases].latest())
+        raise
+    for phases in PURE:
+        if phases in wanted:
+            found: PureFound = others[phases].result()
+            state.stopping.after(found.stopping)
+            state.take_pure(phases, found.best)
+    for kind, best in greatest_first(state.pure.items(), lambda each: each[1].req_s):
+        refine(state, best.solution, f"start all {kind}")
+    if FROM_FEW in wanted and (solution := others[FROM_FEW].result()).groups:
+        refine(state, solution, "start from an integer program over few groups")
     state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
+
+
+def _from_few(state: SearchState, report: Report) -> Solution:
+    """The integer program's start."""
+    return state.evaluator.relaxed.apart().start_from_few()
 
 
 def _in_time(state: SearchState) -> bool:
     return not (state.stopping.out_of_time() or state.reached())
 
 
-def _refine_bound(state: SearchState, gap: float) -> None:
-    """Refine the bound until the best is this close to it."""
-    state.bounded_by(_refined_bound(state, gap))
-
-
-def _refined_bound(state: SearchState, gap: float, report: Report | None = None) -> UpperBound:
+def _refined_bound(relaxed: Relaxations, best_req_s: float, gap: float, report: Report) -> UpperBound:
     """The bound, refined until the best is this close to it."""
-    best, relaxed = state.incumbent.best, state.evaluator.relaxed
-    relaxed.enough = best.req_s / (1 - gap) if best else 0.0
+    relaxed.enough = best_req_s / (1 - gap)
     return relaxed.upper_bound()
 
 
@@ -254,18 +274,6 @@ def _search_pure(state: SearchState, phases: Phases, seed: int, report: Report) 
     climb_from_starts(pure)
     settle(pure, seed)
     return PureFound(pure.incumbent.best, pure.stopping)
-
-
-def _take_pure(state: SearchState, phases: Phases, search: Background[PureFound]) -> None:
-    """Offer what such a search finds; if it is interrupted, what it has found so far."""
-    try:
-        found = search.result()
-    except KeyboardInterrupt:
-        state.stopping.interrupt()
-        state.take_pure(phases, search.latest())
-        raise
-    state.stopping.after(found.stopping)
-    state.take_pure(phases, found.best)
 
 
 def climb_from_starts(state: SearchState) -> None:
@@ -307,9 +315,13 @@ def _certify(state: SearchState, seed: int) -> None:
     """The integer program, which proves a tighter bound and may know a better start; then more of the
     same search."""
     params = state.evaluator.params
-    _refine_bound(state, 0.0)
     best = state.incumbent.best
-    solution, limit = state.evaluator.relaxed.whole(
+    if best is not None:  # By simulation, it may still be the better one.
+        state.earlier.append(best)
+    relaxed = state.evaluator.relaxed
+    relaxed.enough = state.best_req_s
+    state.bounded_by(relaxed.upper_bound())
+    solution, limit = relaxed.whole(
         branches=params.certify_branches,
         time_s=state.stopping.time_left_s,
         known=best.req_s if best else 0.0,

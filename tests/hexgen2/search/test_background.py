@@ -102,7 +102,7 @@ def test_works_begin_ahead_and_may_be_skipped(cores):
     assert free_cores() == 2
 
 
-@pytest.mark.parametrize("cluster", ("hexgen2-setting-2", "hexgen2-homogeneous"))
+@pytest.mark.parametrize("cluster", ("hexgen2-setting-5", "hexgen2-homogeneous"))
 def test_a_search_has_the_same_answer_on_one_core_and_on_several(cluster, monkeypatch):
     found = []
     for count in (1, 2, 4):
