@@ -29,6 +29,7 @@ class Params:
 
     disaggregated_effort, colocated_effort : effort without an improvement after which the searches end from
         which a flexible one starts; to plan a colocated group takes longer than its effort says
+    linear_effort : the same of its climb from the linear program's start
     stale_effort : and after which it ends itself
     rental_effort : of the search over all that could be rented, beside the searches of single GPU types
     rental_attempt_effort : for one of many budgets
@@ -72,8 +73,9 @@ class Params:
     perturbations: int = 100
     perturbation_steps: int = 3
 
-    disaggregated_effort: float = 1000
+    disaggregated_effort: float = 600
     colocated_effort: float = 800
+    linear_effort: float = 300
     stale_effort: float = 1000
 
     rental_effort: float = 8000

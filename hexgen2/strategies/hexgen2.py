@@ -33,7 +33,7 @@ from hexgen2.search.partition.initial import initial_solution, spectral_and_swap
 from hexgen2.search.partition.metis import metis_partition
 from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.perturbation import perturb_and_refine
-from hexgen2.search.problem import Phases, Problem, Solution
+from hexgen2.search.problem import Phases, Problem
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
@@ -58,10 +58,8 @@ LISTED, PARTS_LISTED = 0.25, 0.65
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
 FIRST = 0.1
 """Share of the time limit for a first answer of colocated replicas, and for one of the others."""
-FROM_FEW, REFINED_BOUND = "few", "bound"
-"""Names of what else runs beside the search, where cores are free."""
-FEW_UNTIL = 0.35
-"""Share of the time limit after which no integer program over few columns begins."""
+REFINED_BOUND = "bound"
+"""The name of what else runs beside the search, where cores are free."""
 LINEAR_UNTIL = 0.4
 """Share of the time limit after which the linear program's start is taken as far as it has come."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
@@ -183,8 +181,6 @@ def explore(state: SearchState, seed: int, certified: bool = False) -> None:
             explore_parts(state, seed)
             return
         if flexible:
-            if not state.incumbent.proved and not state.stopping.spent(FEW_UNTIL):
-                others[FROM_FEW] = Background(partial(_from_few, state))
             _mix(state, others)
         else:
             climb_from_starts(state)
@@ -200,11 +196,10 @@ def explore(state: SearchState, seed: int, certified: bool = False) -> None:
 
 
 def _mix(state: SearchState, others: Mapping[str, Background]) -> None:
-    """Offer what is near the linear program's start, the best solutions of pure phases and the integer
-    program's start."""
+    """Offer what is near the linear program's start and the best solutions of pure phases."""
     params, patience, whole = state.evaluator.params, _patience(state), state.stopping
     state.stopping = whole.only_until(LINEAR_UNTIL)
-    state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
+    state.spend(params.effort * patience, stale_effort=params.linear_effort * patience)
     try:
         climb_from_linear(state)
     finally:
@@ -229,14 +224,7 @@ def _mix(state: SearchState, others: Mapping[str, Background]) -> None:
             state.take_pure(phases, found.best)
     for kind, best in greatest_first(state.pure.items(), lambda each: each[1].req_s):
         refine(state, best.solution, f"start all {kind}")
-    if FROM_FEW in wanted and (solution := others[FROM_FEW].result()).groups:
-        refine(state, solution, "start from an integer program over few groups")
     state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
-
-
-def _from_few(state: SearchState, report: Report) -> Solution:
-    """The integer program's start."""
-    return state.evaluator.relaxed.apart().start_from_few()
 
 
 def _in_time(state: SearchState) -> bool:

@@ -262,12 +262,6 @@ class ConfigurationLP:
         bound = min(relaxed.upper_bound, max(known, found.bound))
         return Relaxation(found.value, bound, amounts, found.duals)
 
-    def solve_few(self, columns: Sequence[Column], branches: int, gap: float) -> Relaxation:
-        """The best solution found with whole groups of these columns alone."""
-        groups = range(self._first, self._first + len(columns))
-        most = {k: self._classes.most_groups(c.pattern) for k, c in zip(groups, columns, strict=True)}
-        return Relaxation.of(solve_whole(*self._arrays(columns), most, gap, branches), groups)
-
     def most_groups(self, columns: Sequence[Column], relaxed: Relaxation, known: float) -> np.ndarray:
         """[columns] the most groups of each in any solution of more than `known` requests/s: each group takes
         at least what it costs beyond what it brings, at the duals of the relaxed program, off its optimum
@@ -276,7 +270,8 @@ class ConfigurationLP:
         if not len(relaxed.duals):
             return fit
         gap = relaxed.value - known + ROUNDING * relaxed.value
-        losses = self.losses(columns, relaxed.duals)
+        brought, cost = self._bills(columns, relaxed.duals)
+        losses = cost - brought
         room = np.divide(gap, losses, out=np.full(len(columns), np.inf), where=losses > 0)
         return np.minimum(fit, np.floor(np.clip(room, 0, fit.max(initial=0)))).astype(int)
 
@@ -320,12 +315,6 @@ class ConfigurationLP:
         columns, and 1 of those that the solution has."""
         brought, cost = self._bills(columns, duals)
         return np.divide(brought, cost, out=np.full(len(columns), INFINITY), where=cost > 0)
-
-    def losses(self, columns: Sequence[Column], duals: np.ndarray) -> np.ndarray:
-        """[columns] what the GPUs of a group of each cost at these duals beyond what it brings, in
-        requests/s."""
-        brought, cost = self._bills(columns, duals)
-        return np.asarray(cost - brought)
 
     def _bills(self, columns: Sequence[Column], duals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[columns] what a group of each brings at these duals, and what its GPUs cost, in requests/s."""

@@ -26,9 +26,6 @@ LITTLE = 5e-4
 """A bound that is refined until it is close enough is left as it is once a round tightens it by no more."""
 AT_ONCE, MOST_AT_ONCE = 40, 160
 """Groups planned before a program is solved again: the second where a bound is refined."""
-FEW, FEW_ROUNDS, FEW_BRANCHES, FEW_GAP = 400, 3, 10, 0.005
-"""Columns of an integer program for a start, rounds in which they are planned, its branches and the gap to
-its bound that is good enough."""
 MOST_PLANNED = 2000
 """And before an integer program is solved."""
 
@@ -163,24 +160,6 @@ class Relaxations:
             inside = {which for which, members in enumerate(classes) if set(members) <= set(nodes)}
             columns = [c for c in columns if inside.issuperset(which for which, _ in c.pattern)]
         return rounded(self._lp, self.classes, columns, budget, pair_roles, self.stop)
-
-    def start_from_few(self) -> Solution:
-        """The solution of an integer program over the columns that cost least at the linear program's duals,
-        once they have plans, laid out on nodes: a restricted master heuristic (Joncour et al., Column
-        Generation based Primal Heuristics, 2010). No groups if none was found."""
-        kept: list[int] = []
-        for _ in range(FEW_ROUNDS):
-            found = self._lp.solve(self.columns)
-            if not len(found.duals) or self.stop():
-                return Solution()
-            losses = self._lp.losses(self.columns, found.duals).tolist()
-            kept = sorted(range(len(losses)), key=lambda k: (losses[k], k))[:FEW]
-            loose = [k for k in kept if not self.columns[k].planned]
-            if not loose:
-                break
-            self._plan(loose)
-        columns = [self.columns[k] for k in sorted(kept)]
-        return lay_out(self.classes, columns, self._lp.solve_few(columns, FEW_BRANCHES, FEW_GAP).amounts)
 
     def upper_bound(self, budget: float = math.inf) -> UpperBound:
         """The bound on any placement within the budget by the linear program; by the rates of single GPUs
