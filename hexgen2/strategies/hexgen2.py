@@ -17,10 +17,6 @@ from cost_model.errors import InfeasibleError
 from hexgen2.cluster import Cluster
 from hexgen2.goal import OBJECTIVES
 from hexgen2.placement import Placement
-from hexgen2.promise.keep import with_promise
-from hexgen2.rent.cheapest import explore_cost
-from hexgen2.rent.frontier import explore_frontier
-from hexgen2.rent.within_budget import explore_budget
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
@@ -31,7 +27,7 @@ from hexgen2.search.problem import Phases, Problem
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
-from hexgen2.strategies.base import SearchOptions, run_search
+from hexgen2.strategies.base import SearchOptions, promised, run_search
 from hexgen2.strategies.latency import explore_latency
 from hexgen2.strategies.parts import explore_parts, has_parts
 
@@ -96,7 +92,7 @@ def _cheapest_that_keeps_targets(problem: Problem, options: SearchOptions) -> Pl
         )
         cluster = Cluster.from_spec(found.cluster)
         try:
-            found = with_promise([found], cluster, options.seed, stopping.out_of_time)
+            found = promised([found], cluster, options.seed, stopping)
         except KeyboardInterrupt:  # The rental by formulas, without a promise.
             stopping.interrupt()
         kept = found.goodput.goodput_req_s if found.goodput and found.goodput.goodput_req_s else 0.0
@@ -116,12 +112,8 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
         goal = problem.goal
         if goal.objective == "latency":
             explore_latency(state, options.seed, explore)
-        elif goal.objective == "cost":
-            explore_cost(state, options.seed)
-        elif goal.frontier is not None:
-            explore_frontier(state, options.seed, explore)
         elif goal.rents:
-            explore_budget(state, options.seed, explore)
+            _explore_rentals(state, options.seed)
         else:
             explore(state, options.seed)
             rest = options.time_limit_s is not None and not state.incumbent.within(OPEN_GAP)
@@ -129,6 +121,23 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
                 _certify(state, options.seed)
 
     return run_search(NAME, problem, options, explore_all, rents=True, objectives=OBJECTIVES)
+
+
+def _explore_rentals(state: SearchState, seed: int) -> None:
+    """Offer the best rental; only such searches import what looks for it, which takes time."""
+    goal = state.evaluator.problem.goal
+    if goal.objective == "cost":
+        from hexgen2.rent.cheapest import explore_cost
+
+        explore_cost(state, seed)
+    elif goal.frontier is not None:
+        from hexgen2.rent.frontier import explore_frontier
+
+        explore_frontier(state, seed, explore)
+    else:
+        from hexgen2.rent.within_budget import explore_budget
+
+        explore_budget(state, seed, explore)
 
 
 def explore(state: SearchState, seed: int) -> None:
