@@ -43,9 +43,12 @@ OPEN_GAP = 0.02
 """With a larger gap to the bound, the rest of a time limit goes to the integer program and more search."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
-LISTED, PARTS_LISTED = 0.25, 0.65
+LISTED, PARTS_LISTED = 0.25, 0.72
 """Once this share of the time limit has passed, the linear program does with the columns listed so far; the
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
+PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.1
+"""The share of the time limit after which such a search leaves planning groups for the bound to its end; it
+has the second for that in any case."""
 FIRST = 0.1
 """Share of the time limit for a first answer of colocated replicas, and for one of the others."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
@@ -151,6 +154,9 @@ def explore(state: SearchState, seed: int) -> None:
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
     if by_parts:
         evaluator.relaxed.hopeless = partial(_hopeless, state.stopping, state.stopping.spent_share)
+        if evaluator.relaxed.all_listed:
+            until = max(PARTS_BOUNDED, state.stopping.spent_share + BOUND_AT_LEAST)
+            evaluator.relaxed.stop = partial(state.stopping.spent, until)
     params, patience = evaluator.params, _patience(state)
     large = len(evaluator.problem.usable) > params.large_gpus
     bound_last = not large and state.stopping.time_limit_s is None

@@ -25,6 +25,8 @@ PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.83, 0.86), 
 """The same for pure phases; the rest of the time is for the best of all."""
 ALL_BUT_OUTPUT = 0.9
 """The share of the time limit after which a search of one kind of phases alone does with the parts so far."""
+TIGHTENED, ALL_BUT_LAST = 0.92, 0.98
+"""Shares of the time limit between which the bound is tightened."""
 
 
 def has_parts(evaluator: Evaluator) -> bool:
@@ -41,10 +43,19 @@ def explore_parts(state: SearchState, seed: int) -> None:
                 with state.restricted_to(phases, starts, ends) as pure:
                     pure.spend(state.evaluator.params.effort)
                     _improve(pure, seed, starts / ends, 1.0)
-    _improve(state, seed + 1, ALL_BUT_OUTPUT, 1.0)
+    _improve(state, seed + 1, ALL_BUT_OUTPUT, TIGHTENED)
+    _tighten_bound(state)
     best = state.incumbent.best
     if best is not None and not state.finished():
         refine(state, best.solution, "all at once")
+
+
+def _tighten_bound(state: SearchState) -> None:
+    """Tighten the bound, if a time limit has left that for later."""
+    relaxed, stopping = state.evaluator.relaxed, state.stopping
+    if stopping.time_limit_s is not None and relaxed.all_listed and not state.finished():
+        relaxed.stop = partial(stopping.spent, ALL_BUT_LAST)
+        state.bounded_by(relaxed.tighten())
 
 
 def _improve(state: SearchState, seed: int, starts_until: float, until: float) -> None:

@@ -23,8 +23,9 @@ CHOSEN = 1e-9
 """Groups of a column in a solution that are more than rounding."""
 LITTLE = 5e-4
 """A bound that is refined until it is close enough is left as it is once a round tightens it by no more."""
-AT_ONCE, MOST_AT_ONCE = 40, 160
-"""Groups planned before a program is solved again: the second where a bound is refined."""
+AT_ONCE, MOST_AT_ONCE, FEW_AT_ONCE = 40, 160, 16
+"""Groups planned before a program is solved again: up to the second where a bound is refined, the third where
+it should be as tight as there is time for."""
 MOST_PLANNED = 2000
 """And before an integer program is solved."""
 
@@ -87,7 +88,7 @@ class Relaxations:
         def solve() -> Relaxation:
             return lp.solve(_simple(self.columns) if simple else self.columns, budget)
 
-        found, at_once, before = solve(), AT_ONCE, math.inf
+        found, at_once, before = solve(), AT_ONCE if self.enough else FEW_AT_ONCE, math.inf
         while found.upper_bound > self.enough and not self.stop():
             chosen = np.flatnonzero(found.amounts > CHOSEN).tolist()
             if not len(found.duals) or all(self.columns[k].planned for k in chosen):
@@ -103,11 +104,21 @@ class Relaxations:
             found = solve()
         return found
 
+    def tighten(self, budget: float = math.inf) -> UpperBound:
+        """The bound once more, with the plans that a search has made since, and further ones until it is time
+        to stop."""
+        counts = (self.classes.counts(column.pattern) for column in self.columns)
+        pairs = zip(self.columns, counts, strict=True)
+        self._plan([k for k, (column, n) in enumerate(pairs) if self._planner.knows(column.role, n)])
+        return self.upper_bound(budget)
+
     def _plan(self, which: Iterable[int]) -> None:
         """Plan the groups of these columns, as far as there is time."""
         for k in which:
             if self.stop():
                 break
+            if self.columns[k].planned:
+                continue
             counts = self.classes.counts(self.columns[k].pattern)
             self.columns[k] = with_its_plan(self.columns[k], self._planner, self._problem, counts)
 
