@@ -46,7 +46,7 @@ REFINED = 0.08
 LISTED, PARTS_LISTED = 0.25, 0.72
 """Once this share of the time limit has passed, the linear program does with the columns listed so far; the
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
-PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.1
+PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
 """The share of the time limit after which such a search leaves planning groups for the bound to its end; it
 has the second for that in any case."""
 FIRST = 0.1

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +31,7 @@ from scipy.sparse import csr_array
 
 from hexgen2.region import Point
 from hexgen2.search.bounds.columns import Column
+from hexgen2.search.bounds.dives import dive
 from hexgen2.search.linear_program import LinearProgram, solve_whole
 from hexgen2.search.partition.parts import bandwidth_between
 from hexgen2.search.planning.classes import NodeClasses, Pattern
@@ -42,8 +43,6 @@ MOST = 1200
 """Candidates in a linear program, about."""
 ALL_WAYS = 100
 """Of more ways to put a group on nodes, those are candidates in which nodes are near each other."""
-ROUNDING = 1e-6
-"""Groups that are the solver's rounding."""
 TIE = 0.005
 """So much less is a request worth whose prompt or answer a colocated group computes for others: where there
 are very many groups, they are taken to work for themselves."""
@@ -257,37 +256,17 @@ class PartProgram:
         most = {k: self._most(k) for k in range(len(self._groups))}
         limit_s = LONGEST_S if time_s is None else time_s
         found = solve_whole(*self._arrays(), most, CLOSE, BRANCHES, limit_s)
-        amounts = np.round(found.x[: len(most)]).astype(int).tolist()
-        groups = zip(self._groups, amounts, strict=True)
-        return Solution(tuple(each.group for each, amount in groups for _ in range(amount)))
+        return self._formed(found.x[: len(most)])
 
     def dive(self) -> Solution:
-        """Groups by rounding the linear program: a fraction of the time that the integer program takes. All
-        whole groups are fixed at once, then one at a time of the candidate that is most nearly whole, and
-        those for which no room is left are left out (a diving heuristic, as in rounding.py)."""
-        program = LinearProgram(*self._arrays())
-        free = {node: self._limits[row][1] for node, row in self._gpu_row.items()}
-        formed, open_ones = np.zeros(len(self._groups)), set(range(len(self._groups)))
-        while (found := program.solve()) is not None:
-            ahead = found.x[: len(formed)] - formed
-            if ahead.max() <= ROUNDING:
-                break
-            whole = np.floor(ahead + ROUNDING).astype(int)
-            if not whole.any():
-                whole[first_largest(ahead)] = 1
-            for k in np.flatnonzero(whole).tolist():
-                formed[k] += whole[k]
-                program.at_least(k, formed[k])
-                for node, count in self._groups[k].group.counts:
-                    free[node] -= count * whole[k]
-            for k in [k for k in open_ones if not self._has_room(k, free)]:
-                program.at_most(k, formed[k])
-                open_ones.remove(k)
-        amounts = zip(self._groups, formed.astype(int).tolist(), strict=True)
-        return Solution(tuple(each.group for each, amount in amounts for _ in range(amount)))
+        """The groups that rounding the linear program gives (dives.py): for less time than solve needs."""
+        gpus = {node: self._limits[row][1] for node, row in self._gpu_row.items()}
+        return self._formed(dive(self._arrays(), [each.group.counts for each in self._groups], gpus))
 
-    def _has_room(self, k: int, free: Mapping[int, float]) -> bool:
-        return all(count <= free[node] for node, count in self._groups[k].group.counts)
+    def _formed(self, amounts: np.ndarray) -> Solution:
+        """So many of each group [n], which are whole numbers but for rounding."""
+        groups = zip(self._groups, np.round(amounts).astype(int).tolist(), strict=True)
+        return Solution(tuple(each.group for each, amount in groups for _ in range(amount)))
 
     def _most(self, k: int) -> float:
         """How many groups of a candidate there is room for."""

@@ -14,7 +14,7 @@ from hexgen2.search.bounds.columns import Column, list_columns, undominated, wit
 from hexgen2.search.bounds.configuration_lp import ConfigurationLP, Relaxation
 from hexgen2.search.bounds.rounding import lay_out, rounded
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
-from hexgen2.search.planning.classes import few_classes, widest_span
+from hexgen2.search.planning.classes import LARGE, few_classes, widest_span
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import ROLES, Problem, Solution
 from hexgen2.search.ties import greatest_first
@@ -24,8 +24,8 @@ CHOSEN = 1e-9
 LITTLE = 5e-4
 """A bound that is refined until it is close enough is left as it is once a round tightens it by no more."""
 AT_ONCE, MOST_AT_ONCE, FEW_AT_ONCE = 40, 160, 16
-"""Groups planned before a program is solved again: up to the second where a bound is refined, the third where
-it should be as tight as there is time for."""
+"""Groups planned before a program is solved again; up to the second where a bound is refined, the third on
+large clusters, where time may end it at any time."""
 MOST_PLANNED = 2000
 """And before an integer program is solved."""
 
@@ -88,7 +88,8 @@ class Relaxations:
         def solve() -> Relaxation:
             return lp.solve(_simple(self.columns) if simple else self.columns, budget)
 
-        found, at_once, before = solve(), AT_ONCE if self.enough else FEW_AT_ONCE, math.inf
+        few = not self.enough and len(self._problem.usable) > LARGE
+        found, at_once, before = solve(), FEW_AT_ONCE if few else AT_ONCE, math.inf
         while found.upper_bound > self.enough and not self.stop():
             chosen = np.flatnonzero(found.amounts > CHOSEN).tolist()
             if not len(found.duals) or all(self.columns[k].planned for k in chosen):
