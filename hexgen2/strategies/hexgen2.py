@@ -157,6 +157,7 @@ def explore(state: SearchState, seed: int) -> None:
         if evaluator.relaxed.all_listed:
             until = max(PARTS_BOUNDED, state.stopping.spent_share + BOUND_AT_LEAST)
             evaluator.relaxed.stop = partial(state.stopping.spent, until)
+            evaluator.relaxed.patient = state.stopping.time_limit_s is None
     params, patience = evaluator.params, _patience(state)
     large = len(evaluator.problem.usable) > params.large_gpus
     bound_last = not large and state.stopping.time_limit_s is None

@@ -16,7 +16,7 @@ from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 
 STARTS, ROUNDED = 0.55, 0.3
-"""The share of the time left that there is for starts at least, and that of it in which linear programs are
+"""The share of the time left that there is for starts at least, and that of it in which the linear program is
 rounded."""
 STARTS_UNTIL, FIRST_UNTIL = 0.6, 0.8
 """Shares of the time limit after which a flexible search does with the starts so far, and turns to pure
@@ -54,7 +54,7 @@ def _tighten_bound(state: SearchState) -> None:
     """Tighten the bound, if a time limit has left that for later."""
     relaxed, stopping = state.evaluator.relaxed, state.stopping
     if stopping.time_limit_s is not None and relaxed.all_listed and not state.finished():
-        relaxed.stop = partial(stopping.spent, ALL_BUT_LAST)
+        relaxed.stop, relaxed.patient = partial(stopping.spent, ALL_BUT_LAST), True
         state.bounded_by(relaxed.tighten())
 
 
@@ -74,20 +74,21 @@ def _improve(state: SearchState, seed: int, starts_until: float, until: float) -
 
 
 def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
-    """Offer whole nodes, the linear program's groups, and those of each part by themselves, until this share
-    of the time limit has passed."""
+    """Offer whole nodes, the groups of each part by themselves, and the linear program's, until this share of
+    the time limit has passed."""
     evaluator, state.started_by_parts = state.evaluator, True
     if state.incumbent.best is None:
         first = whole_nodes(evaluator, stop=partial(stopping.spent, until))
         state.offer(evaluator.evaluate(first), "start with whole nodes")
     phases, began = evaluator.problem.phases, stopping.spent_share
-    evaluator.relaxed.stop = partial(stopping.spent, began + ROUNDED * (until - began))
+    by_then = until - ROUNDED * (until - began)
+    found = groups_by_parts(evaluator, partial(stopping.spent, by_then), partial(_left_s, stopping, by_then))
+    state.offer(evaluator.evaluate(found), "start by parts")
+    evaluator.relaxed.stop = partial(stopping.spent, until)
     if phases == "flexible":  # Quicker, since no colocated group has to be planned.
         _offer_rounded(state, "disaggregated")
     if phases != "flexible" or evaluator.relaxed.all_listed:
         _offer_rounded(state, phases)
-    found = groups_by_parts(evaluator, partial(stopping.spent, until), partial(_left_s, stopping, until))
-    state.offer(evaluator.evaluate(found), "start by parts")
 
 
 def _offer_rounded(state: SearchState, phases: Phases) -> None:

@@ -22,7 +22,8 @@ from hexgen2.search.ties import greatest_first
 CHOSEN = 1e-9
 """Groups of a column in a solution that are more than rounding."""
 LITTLE = 5e-4
-"""A bound that is refined until it is close enough is left as it is once a round tightens it by no more."""
+"""A bound that is refined until it is close enough, or for now, is left as it is once a round tightens it by
+no more."""
 AT_ONCE, MOST_AT_ONCE, FEW_AT_ONCE = 40, 160, 16
 """Groups planned before a program is solved again; up to the second where a bound is refined, the third on
 large clusters, where time may end it at any time."""
@@ -40,6 +41,7 @@ class Relaxations:
     stop : whether it is time to do with the columns listed so far
     hopeless : whether there will not be time for all columns, now that this share of them is listed
     enough : bounds of so many requests/s are tight enough; to refine them further takes time
+    patient : whether to refine a bound even by little; otherwise there will be time for that later
     """
 
     def __init__(self, planner: Planner, problem: Problem | None = None) -> None:
@@ -47,7 +49,7 @@ class Relaxations:
         self.classes = few_classes(self._problem, planner.classes)
         self.stop: Callable[[], bool] = lambda: False
         self.hopeless: Callable[[float], bool] = lambda listed: False
-        self.enough = 0.0
+        self.enough, self.patient = 0.0, True
         self._cheapest: dict[float, tuple[float, Solution]] = {}
 
     @property
@@ -94,7 +96,8 @@ class Relaxations:
             chosen = np.flatnonzero(found.amounts > CHOSEN).tolist()
             if not len(found.duals) or all(self.columns[k].planned for k in chosen):
                 break
-            if self.enough and before - found.upper_bound < LITTLE * found.upper_bound:
+            little = before - found.upper_bound < LITTLE * found.upper_bound
+            if little and (self.enough or not self.patient):
                 break
             loose = [k for k, column in enumerate(self.columns) if not column.planned]
             worth = {k: lp.worth(self.columns[k], found.duals) for k in loose}
@@ -144,7 +147,7 @@ class Relaxations:
         (by default all). What colocated groups could do for others is left out: the program is solved many
         times, and the search finds that sooner."""
 
-        if nodes is None and "colocated" in roles:
+        if nodes is None and "colocated" in roles and self.patient:
             self._solved(self._lp, budget, simple=True)
         columns = [column for column in _expected(self.columns) if column.role in roles]
         if nodes is not None:
