@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,10 +10,6 @@ from cost_model.errors import InfeasibleError, InputError
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Alternative, Placement, SearchRecord
-from hexgen2.promise.cost_errors import CostErrors
-from hexgen2.promise.keep import with_promise
-from hexgen2.promise.planned import under_costs_of
-from hexgen2.promise.robust import with_robust_promise
 from hexgen2.rent.rental import build_rental
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
@@ -159,17 +155,31 @@ def run_search(
     found = finalists[0]
     cluster = Cluster.from_spec(found.cluster)
     if options.robust:
+        from hexgen2.promise.robust import with_robust_promise
+
         slower = _for_slower_costs(state, options, explore, evaluator)
         cautious = [build(problem, each, name, record, incumbent.bound) for each in slower]
         found = with_robust_promise(finalists, cluster, options.seed, stopping, cautious=cautious)
     elif options.simulated:
         try:
-            found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
+            found = promised(finalists, cluster, options.seed, stopping)
         except KeyboardInterrupt:  # The formulas' first choice, without a promise.
             stopping.interrupt()
     cut = stopping.cut or state.stopping.cut_anywhere
     ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": cut})
     return found.model_copy(update={"search": ended})
+
+
+def promised(finalists: Sequence[Placement], cluster: Cluster, seed: int, stopping: Stopping) -> Placement:
+    """The best of the finalists by simulation, with its promise (see with_promise); the first, if it is one
+    of throughput and no time is left."""
+    goal = finalists[0].goal
+    plain = goal.objective == "throughput" and {goal.request_rate, goal.ttft_ms, goal.tpot_ms} == {None}
+    if plain and stopping.out_of_time():
+        return finalists[0]
+    from hexgen2.promise.keep import with_promise  # Slow to import: the simulator comes with it.
+
+    return with_promise(finalists, cluster, seed, stopping.out_of_time)
 
 
 def before_output_s(problem: Problem, options: SearchOptions) -> float | None:
@@ -226,6 +236,9 @@ def _for_slower_costs(
 ) -> list[Evaluation]:
     """The best solutions of the same search where all costs are higher by as much as they are off, under the
     costs as predicted: they leave room where the others are at the edge of the targets."""
+    from hexgen2.promise.cost_errors import CostErrors
+    from hexgen2.promise.planned import under_costs_of
+
     problem, stopping = state.evaluator.problem, state.stopping
     errors = CostErrors.of(problem.costs, problem.cluster)
     for deviations in SLOWER:

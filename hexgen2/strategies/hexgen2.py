@@ -19,10 +19,6 @@ from cost_model.errors import InfeasibleError
 from hexgen2.cluster import Cluster
 from hexgen2.goal import OBJECTIVES
 from hexgen2.placement import Placement
-from hexgen2.promise.keep import with_promise
-from hexgen2.rent.cheapest import explore_cost
-from hexgen2.rent.frontier import explore_frontier
-from hexgen2.rent.within_budget import explore_budget
 from hexgen2.search.background import Background, Report, gather
 from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.bounds.upper_bounds import UpperBound
@@ -37,7 +33,7 @@ from hexgen2.search.problem import Phases, Problem
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
-from hexgen2.strategies.base import SearchOptions, run_search
+from hexgen2.strategies.base import SearchOptions, promised, run_search
 from hexgen2.strategies.latency import explore_latency
 from hexgen2.strategies.parts import explore_parts, has_parts
 
@@ -53,9 +49,12 @@ OPEN_GAP = 0.02
 """With a larger gap to the bound, the rest of a time limit goes to the integer program and more search."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
-LISTED, PARTS_LISTED = 0.25, 0.65
+LISTED, PARTS_LISTED = 0.25, 0.72
 """Once this share of the time limit has passed, the linear program does with the columns listed so far; the
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
+PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
+"""The share of the time limit after which such a search leaves planning groups for the bound to its end; it
+has the second for that in any case."""
 FIRST = 0.1
 """Share of the time limit for a first answer of colocated replicas, and for one of the others."""
 REFINED_BOUND = "bound"
@@ -113,7 +112,7 @@ def _cheapest_that_keeps_targets(problem: Problem, options: SearchOptions) -> Pl
         )
         cluster = Cluster.from_spec(found.cluster)
         try:
-            found = with_promise([found], cluster, options.seed, stopping.out_of_time)
+            found = promised([found], cluster, options.seed, stopping)
         except KeyboardInterrupt:  # The rental by formulas, without a promise.
             stopping.interrupt()
         kept = found.goodput.goodput_req_s if found.goodput and found.goodput.goodput_req_s else 0.0
@@ -133,12 +132,8 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
         goal = problem.goal
         if goal.objective == "latency":
             explore_latency(state, options.seed, explore)
-        elif goal.objective == "cost":
-            explore_cost(state, options.seed)
-        elif goal.frontier is not None:
-            explore_frontier(state, options.seed, explore)
         elif goal.rents:
-            explore_budget(state, options.seed, explore)
+            _explore_rentals(state, options.seed)
         else:
             explore(state, options.seed, options.certify)
             rest = options.time_limit_s is not None and not state.incumbent.within(OPEN_GAP)
@@ -146,6 +141,23 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
                 _certify(state, options.seed)
 
     return run_search(NAME, problem, options, explore_all, rents=True, objectives=OBJECTIVES)
+
+
+def _explore_rentals(state: SearchState, seed: int) -> None:
+    """Offer the best rental; only such searches import what looks for it, which takes time."""
+    goal = state.evaluator.problem.goal
+    if goal.objective == "cost":
+        from hexgen2.rent.cheapest import explore_cost
+
+        explore_cost(state, seed)
+    elif goal.frontier is not None:
+        from hexgen2.rent.frontier import explore_frontier
+
+        explore_frontier(state, seed, explore)
+    else:
+        from hexgen2.rent.within_budget import explore_budget
+
+        explore_budget(state, seed, explore)
 
 
 def explore(state: SearchState, seed: int, certified: bool = False) -> None:
@@ -164,6 +176,10 @@ def explore(state: SearchState, seed: int, certified: bool = False) -> None:
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
     if by_parts:
         evaluator.relaxed.hopeless = partial(_hopeless, state.stopping, state.stopping.spent_share)
+        if evaluator.relaxed.list_columns():
+            until = max(PARTS_BOUNDED, state.stopping.spent_share + BOUND_AT_LEAST)
+            evaluator.relaxed.stop = partial(state.stopping.spent, until)
+            evaluator.relaxed.patient = state.stopping.time_limit_s is None
     params = evaluator.params
     large = len(evaluator.problem.usable) > params.large_gpus
     bound_last = not large and state.stopping.time_limit_s is None

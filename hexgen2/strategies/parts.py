@@ -16,7 +16,7 @@ from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 
 STARTS, ROUNDED = 0.55, 0.3
-"""The share of the time left that there is for starts at least, and that of it in which linear programs are
+"""The share of the time left that there is for starts at least, and that of it in which the linear program is
 rounded."""
 STARTS_UNTIL, FIRST_UNTIL = 0.6, 0.8
 """Shares of the time limit after which a flexible search does with the starts so far, and turns to pure
@@ -25,6 +25,8 @@ PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.83, 0.86), 
 """The same for pure phases; the rest of the time is for the best of all."""
 ALL_BUT_OUTPUT = 0.9
 """The share of the time limit after which a search of one kind of phases alone does with the parts so far."""
+TIGHTENED, ALL_BUT_LAST = 0.92, 0.98
+"""Shares of the time limit between which the bound is tightened."""
 
 
 def has_parts(evaluator: Evaluator) -> bool:
@@ -39,7 +41,8 @@ def explore_parts(state: SearchState, seed: int) -> None:
         for phases, (starts, ends) in PURE_UNTIL.items():
             if not state.finished():
                 _improve_pure(state, phases, seed, starts, ends)
-    _improve(state, seed + 1, ALL_BUT_OUTPUT, 1.0)
+    _improve(state, seed + 1, ALL_BUT_OUTPUT, TIGHTENED)
+    _tighten_bound(state)
     best = state.incumbent.best
     if best is not None and not state.finished():
         refine(state, best.solution, "all at once")
@@ -54,6 +57,14 @@ def _improve_pure(state: SearchState, phases: Phases, seed: int, starts: float, 
     finally:
         state.stopping.after(pure.stopping)
         state.take_pure(phases, pure.incumbent.best)
+
+
+def _tighten_bound(state: SearchState) -> None:
+    """Tighten the bound, if a time limit has left that for later."""
+    relaxed, stopping = state.evaluator.relaxed, state.stopping
+    if stopping.time_limit_s is not None and relaxed.list_columns() and not state.finished():
+        relaxed.stop, relaxed.patient = partial(stopping.spent, ALL_BUT_LAST), True
+        state.bounded_by(relaxed.tighten())
 
 
 def _improve(state: SearchState, seed: int, starts_until: float, until: float) -> None:
@@ -72,20 +83,21 @@ def _improve(state: SearchState, seed: int, starts_until: float, until: float) -
 
 
 def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
-    """Offer whole nodes, the linear program's groups, and those of each part by themselves, until this share
-    of the time limit has passed."""
+    """Offer whole nodes, the groups of each part by themselves, and the linear program's, until this share of
+    the time limit has passed."""
     evaluator, state.started_by_parts = state.evaluator, True
     if state.incumbent.best is None:
         first = whole_nodes(evaluator, stop=partial(stopping.spent, until))
         state.offer(evaluator.evaluate(first), "start with whole nodes")
     phases, began = evaluator.problem.phases, stopping.spent_share
-    evaluator.relaxed.stop = partial(stopping.spent, began + ROUNDED * (until - began))
+    by_then = until - ROUNDED * (until - began)
+    found = groups_by_parts(evaluator, partial(stopping.spent, by_then), partial(_left_s, stopping, by_then))
+    state.offer(evaluator.evaluate(found), "start by parts")
+    evaluator.relaxed.stop = partial(stopping.spent, until)
     if phases == "flexible":  # Quicker, since no colocated group has to be planned.
         _offer_rounded(state, "disaggregated")
     if phases != "flexible" or evaluator.relaxed.list_columns():
         _offer_rounded(state, phases)
-    found = groups_by_parts(evaluator, partial(stopping.spent, until), partial(_left_s, stopping, until))
-    state.offer(evaluator.evaluate(found), "start by parts")
 
 
 def _offer_rounded(state: SearchState, phases: Phases) -> None:

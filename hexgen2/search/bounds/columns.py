@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -117,32 +118,32 @@ def list_columns(
     stop : whether to stop after this share of all patterns
     """
     columns, roles, limits = list[Column](), problem.roles, _KvLimits(problem, classes)
-    spans = range(1, widest_span(problem) + 1)
-    listed, total = 0, max(1, sum(map(classes.count_patterns, spans)))
-    for nodes in spans:
-        patterns = list(classes.patterns(nodes))
+    patterns: list[Pattern] = []
+    for nodes in range(1, widest_span(problem) + 1):
+        here = list(classes.patterns(nodes))
         if len(problem.usable) > LARGE:  # If there is no time for all, some of every kind are best.
-            order = np.random.default_rng(0).permutation(len(patterns))
-            patterns = [patterns[k] for k in order.tolist()]
-        for k, pattern in enumerate(patterns):
-            if columns and stop(listed / total):
-                return columns, False
-            if k % AT_ONCE == 0:
-                planner.look_ahead(roles, map(classes.counts, patterns[k : k + AT_ONCE]))
-            listed += 1
-            counts = classes.counts(pattern)
+            here = [here[k] for k in np.random.default_rng(0).permutation(len(here)).tolist()]
+        patterns += here
+    listed = 0
+    while listed < len(patterns) and not (columns and stop(listed / len(patterns))):
+        some = [(pattern, classes.counts(pattern)) for pattern in patterns[listed : listed + AT_ONCE]]
+        planner.look_ahead(roles, [counts for _, counts in some])
+        for (pattern, counts), role in itertools.product(some, roles):
+            limit = planner.limit(role, counts)
+            if limit is None:
+                continue
             sent, received = limits.most(pattern)
-            for role in roles:
-                limit = planner.limit(role, counts)
-                if limit is None:
-                    continue
-                region = limit.region if problem.mixes else None
-                column = Column(
-                    role, pattern, 0.0, None, sent, received, planned=False, limit_req_s=limit.req_s
-                ).with_capacity(limit.req_s, region)
-                # On several nodes there are many, and few are worth it to be planned.
-                columns.append(column if nodes > 1 else with_its_plan(column, planner, problem, counts))
-    return columns, True
+            region = limit.region if problem.mixes else None
+            column = Column(
+                role, pattern, 0.0, None, sent, received, planned=False, limit_req_s=limit.req_s
+            ).with_capacity(limit.req_s, region)
+            columns.append(column)
+        listed += len(some)
+    # On several nodes there are many, and few are worth it to be planned.
+    for k, column in enumerate(columns):
+        if len(column.pattern) == 1:
+            columns[k] = with_its_plan(column, planner, problem, classes.counts(column.pattern))
+    return columns, listed >= len(patterns)
 
 
 def with_its_plan(column: Column, planner: Planner, problem: Problem, counts: NodeCounts) -> Column:

@@ -31,6 +31,7 @@ from scipy.sparse import csr_array
 
 from hexgen2.region import Point
 from hexgen2.search.bounds.columns import Column
+from hexgen2.search.bounds.dives import dive
 from hexgen2.search.linear_program import LinearProgram, solve_whole
 from hexgen2.search.partition.parts import bandwidth_between
 from hexgen2.search.planning.classes import NodeClasses, Pattern
@@ -255,8 +256,16 @@ class PartProgram:
         most = {k: self._most(k) for k in range(len(self._groups))}
         limit_s = LONGEST_S if time_s is None else time_s
         found = solve_whole(*self._arrays(), most, CLOSE, BRANCHES, limit_s)
-        amounts = np.round(found.x[: len(most)]).astype(int).tolist()
-        groups = zip(self._groups, amounts, strict=True)
+        return self._formed(found.x[: len(most)])
+
+    def dive(self) -> Solution:
+        """The groups that rounding the linear program gives (dives.py): for less time than solve needs."""
+        gpus = {node: self._limits[row][1] for node, row in self._gpu_row.items()}
+        return self._formed(dive(self._arrays(), [each.group.counts for each in self._groups], gpus))
+
+    def _formed(self, amounts: np.ndarray) -> Solution:
+        """So many of each group [n], which are whole numbers but for rounding."""
+        groups = zip(self._groups, np.round(amounts).astype(int).tolist(), strict=True)
         return Solution(tuple(each.group for each, amount in groups for _ in range(amount)))
 
     def _most(self, k: int) -> float:

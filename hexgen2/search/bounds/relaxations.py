@@ -15,7 +15,7 @@ from hexgen2.search.bounds.columns import Column, list_columns, undominated, wit
 from hexgen2.search.bounds.configuration_lp import ConfigurationLP, Relaxation
 from hexgen2.search.bounds.rounding import lay_out, rounded
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
-from hexgen2.search.planning.classes import few_classes, widest_span
+from hexgen2.search.planning.classes import LARGE, few_classes, widest_span
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import ROLES, Problem, Solution
 from hexgen2.search.ties import greatest_first
@@ -23,9 +23,11 @@ from hexgen2.search.ties import greatest_first
 CHOSEN = 1e-9
 """Groups of a column in a solution that are more than rounding."""
 LITTLE = 5e-4
-"""A bound that is refined until it is close enough is left as it is once a round tightens it by no more."""
-AT_ONCE, MOST_AT_ONCE = 40, 160
-"""Groups planned before a program is solved again: the second where a bound is refined."""
+"""A bound that is refined until it is close enough, or for now, is left as it is once a round tightens it by
+no more."""
+AT_ONCE, MOST_AT_ONCE, FEW_AT_ONCE = 40, 160, 16
+"""Groups planned before a program is solved again; up to the second where a bound is refined, the third on
+large clusters, where time may end it at any time."""
 MOST_PLANNED = 2000
 """And before an integer program is solved."""
 
@@ -40,6 +42,7 @@ class Relaxations:
     stop : whether it is time to do with the columns listed so far
     hopeless : whether there will not be time for all columns, now that this share of them is listed
     enough : bounds of so many requests/s are tight enough; to refine them further takes time
+    patient : whether to refine a bound even by little; otherwise there will be time for that later
     """
 
     def __init__(self, planner: Planner, problem: Problem | None = None) -> None:
@@ -47,7 +50,7 @@ class Relaxations:
         self.classes = few_classes(self._problem, planner.classes)
         self.stop: Callable[[], bool] = lambda: False
         self.hopeless: Callable[[float], bool] = lambda listed: False
-        self.enough = 0.0
+        self.enough, self.patient = 0.0, True
         self._cheapest: dict[float, tuple[float, Solution]] = {}
 
     @property
@@ -107,12 +110,14 @@ class Relaxations:
         def solve() -> Relaxation:
             return lp.solve(_simple(self.columns) if simple else self.columns, budget)
 
-        found, at_once, before = solve(), AT_ONCE, math.inf
+        few = not self.enough and len(self._problem.usable) > LARGE
+        found, at_once, before = solve(), FEW_AT_ONCE if few else AT_ONCE, math.inf
         while found.upper_bound > self.enough and not self.stop():
             chosen = np.flatnonzero(found.amounts > CHOSEN).tolist()
             if not len(found.duals) or all(self.columns[k].planned for k in chosen):
                 break
-            if self.enough and before - found.upper_bound < LITTLE * found.upper_bound:
+            little = before - found.upper_bound < LITTLE * found.upper_bound
+            if little and (self.enough or not self.patient):
                 break
             loose = [k for k, column in enumerate(self.columns) if not column.planned]
             worth = lp.worth([self.columns[k] for k in loose], found.duals).tolist()
@@ -123,11 +128,21 @@ class Relaxations:
             found = solve()
         return found
 
+    def tighten(self, budget: float = math.inf) -> UpperBound:
+        """The bound once more, with the plans that a search has made since, and further ones until it is time
+        to stop."""
+        counts = (self.classes.counts(column.pattern) for column in self.columns)
+        pairs = zip(self.columns, counts, strict=True)
+        self._plan([k for k, (column, n) in enumerate(pairs) if self._planner.knows(column.role, n)])
+        return self.upper_bound(budget)
+
     def _plan(self, which: Iterable[int]) -> None:
         """Plan the groups of these columns, as far as there is time."""
         for k in which:
             if self.stop():
                 break
+            if self.columns[k].planned:
+                continue
             counts = self.classes.counts(self.columns[k].pattern)
             self.columns[k] = with_its_plan(self.columns[k], self._planner, self._problem, counts)
 
@@ -152,7 +167,7 @@ class Relaxations:
         (by default all). What colocated groups could do for others is left out: the program is solved many
         times, and the search finds that sooner."""
 
-        if nodes is None and "colocated" in roles:
+        if nodes is None and "colocated" in roles and self.patient:
             self._solved(self._lp, budget, simple=True)
         columns = [column for column in _expected(self.columns) if column.role in roles]
         if nodes is not None:

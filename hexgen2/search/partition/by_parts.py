@@ -20,8 +20,9 @@ WORTH = 0.95
 """Groups that are worth so much at a program's duals, beside what their GPUs cost, are considered."""
 MOST_WHOLE = 250
 """And so many at most by the integer program."""
-MOST_S = 2.0
-"""Seconds for a part, where there is a time limit."""
+MOST_S, FEWEST_S = 2.0, 0.5
+"""Seconds for a part, where there is a time limit; with fewer, its linear program is rounded, which is better
+than what the integer program has found by then."""
 
 
 def groups_by_parts(
@@ -58,7 +59,7 @@ def groups_within(
     time_s: float | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Solution:
-    """The groups on these nodes, as if there were no others; time_s as for PartProgram.solve, stop as for
+    """The groups on these nodes, as if there were no others; within time_s if that is given, and stop as for
     groups_by_parts."""
     relaxed, problem = evaluator.relaxed, evaluator.problem
     classes, place = relaxed.classes.within(nodes)
@@ -81,7 +82,10 @@ def groups_within(
     worth = PartProgram(classes.problem, nodes, everyone).worth()
     hopeful = [k for k, value in enumerate(worth) if value >= WORTH]
     able = [everyone[k] for k in sorted(greatest_first(hopeful, worth.__getitem__)[:MOST_WHOLE])]
-    return PartProgram(classes.problem, nodes, able).solve(time_s) if able else Solution()
+    if not able:
+        return Solution()
+    program = PartProgram(classes.problem, nodes, able)
+    return program.solve(time_s) if time_s is None or time_s >= FEWEST_S else program.dive()
 
 
 def _within(column: Column, place: Mapping[int, int]) -> bool:

@@ -140,6 +140,10 @@ class Planner:
             self._planned[key] = self._from_memo(role, counts)
         return self._planned[key]
 
+    def knows(self, role: str, counts: NodeCounts) -> bool:
+        """Whether the plan of a group is there without planning."""
+        return (role, counts) in self._planned or (role, *self._by_kind(counts)[2]) in self._memo
+
     def _from_memo(self, role: str, counts: NodeCounts) -> GroupPlan | None:
         """The plan of a group: that of a group of the same kinds of nodes and links, if one was made."""
         counts, nodes, alike = self._by_kind(counts)

@@ -23,7 +23,6 @@ from hexgen2.placement import CostModelName, Latency, Placement, SearchRecord, T
 from hexgen2.prediction.bottlenecks import bottlenecks_of
 from hexgen2.prediction.headwise_times import step_times
 from hexgen2.prediction.latency import pace_of
-from hexgen2.promise.keep import with_promise
 from hexgen2.replica import EngineSettings, Replica, Stage
 from hexgen2.search.bounds.upper_bounds import (
     UpperBound,
@@ -34,7 +33,7 @@ from hexgen2.search.bounds.upper_bounds import (
 from hexgen2.search.problem import Problem
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import exceeds
-from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.base import SearchOptions, promised
 from hexgen2.strategies.baselines.parallelizer import Instance, Parallelizer, PrimaryPlan, dealt
 
 NAME = "hetis"
@@ -95,7 +94,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
     )
     placement = _placement(problem, best, record)
     if options.simulated and problem.goal.request_rate is not None:
-        placement = with_promise([placement], problem.cluster, options.seed, stopping.out_of_time)
+        placement = promised([placement], problem.cluster, options.seed, stopping)
     ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": stopping.cut})
     return placement.model_copy(update={"search": ended})
 

@@ -88,6 +88,12 @@ def check_bounds(problem: Problem) -> None:
     assert limit.kv_free_req_s <= rates_bound(problem).req_s * (1 + 1e-6)
     check_layout(problem, evaluator, solution)
     check_layout(problem, evaluator, relaxed.start())
+    hurried = Evaluator(problem).relaxed
+    assert hurried.list_columns() and hurried.columns
+    hurried.stop = lambda: True
+    early = hurried.upper_bound()
+    hurried.stop = lambda: False
+    assert best <= hurried.tighten().req_s * (1 + 1e-6) <= early.req_s * (1 + 2e-6)
 
 
 @settings(max_examples=25, deadline=None)

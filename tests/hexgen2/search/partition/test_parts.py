@@ -132,6 +132,32 @@ def test_the_part_program_is_solved_as_by_scipy(gpus: int, seed: int) -> None:
     assert found.bound >= -right.fun * (1 - 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("family", "gpus", "model", "share"), [("racks", 16, "llama-3-8b", 0.9), ("zoo", 9, "opt-30b", 0.5)]
+)
+@pytest.mark.parametrize("phases", ["colocated", "disaggregated", "flexible"])
+def test_rounding_a_part_comes_close_to_its_integer_program(
+    family: str, gpus: int, model: str, share: float, phases: Any
+) -> None:
+    problem = _problem(family, gpus, 1, model=model, phases=phases)
+    evaluator, nodes = Evaluator(problem), range(len(problem.node_gpus))
+    relaxed = evaluator.relaxed
+    everyone = candidates(relaxed.columns, relaxed.classes, evaluator.planner)
+    program = PartProgram(problem, nodes, everyone)
+    rounded, best = program.dive(), program.solve()
+    assert _within(problem, rounded)
+    assert evaluator.evaluate(rounded).req_s >= share * evaluator.evaluate(best).req_s > 0
+
+
+def test_parts_are_rounded_where_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem("racks", 64, 5, model="llama-3-8b")
+    evaluator = Evaluator(problem)
+    monkeypatch.setattr(PartProgram, "solve", lambda *_: pytest.fail("an integer program"))
+    found = groups_by_parts(evaluator, lambda: False, lambda: 0.1)
+    assert _within(problem, found)
+    assert evaluator.evaluate(found).req_s > 0.7 * evaluator.relaxed.upper_bound().req_s
+
+
 @pytest.mark.parametrize("family", ["racks", "boxes"])
 @pytest.mark.parametrize("phases", ["colocated", "disaggregated", "flexible"])
 def test_groups_of_a_part_stay_on_its_nodes(family: str, phases: Any) -> None:
