@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cost_model.lengths import first_kept
+from cost_model.lengths import first_kept, most_blocks
 from runtime.kv_cache.blocks import BlockPool, Digest
 from runtime.kv_cache.layout import Stages
 from runtime.protocol.message import StageShape
@@ -34,12 +34,6 @@ def numbered(stages: Stages, layers: Sequence[int]) -> Stages:
         )
         for stage in stages
     )
-
-
-def most_blocks(window: int, block_tokens: int, running: int) -> int:
-    """Blocks of the windowed layers that a request needs at most, while so many of its tokens are in steps
-    under way."""
-    return (window - 1 + running) // block_tokens + 2
 
 
 @dataclass(slots=True)

@@ -59,13 +59,8 @@ def make_pool(config: Configure, cache: Pages) -> BlockPool:
     blocks, size, windowed = cache.blocks, cache.block_tokens, config.windowed
     if windowed is None:
         return BlockPool(blocks, size, config.reuse_prefixes)
-    apart, running = windowed.kv_budget_tokens // size, _tokens_running(config)
+    apart, running = windowed.kv_budget_tokens // size, config.tokens_running
     return WindowedPool(blocks, apart, size, windowed.window, running, config.reuse_prefixes)
-
-
-def _tokens_running(config: Configure) -> int:
-    """Tokens of a prompt that may be in steps under way."""
-    return config.steps_in_flight * max(config.max_prefill_tokens, config.max_mixed_tokens)
 
 
 class Driver(DriverBase):
@@ -101,7 +96,7 @@ class Driver(DriverBase):
             pool = self._heads = HeadPool(config, cache.shape.bytes_per_token_cell)
         pool = pool or make_pool(config, cache)
         if isinstance(pool, WindowedPool):
-            pool.expect(_tokens_running(config))
+            pool.expect(config.tokens_running)
         super().__init__(executor, front_end, others, inbox, pool)
         self._own, self._stage_free = own, True
         self._workers = len(others) + 1
