@@ -112,6 +112,7 @@ def make_replicas(
 
     def make(replica: PlacedReplica) -> Replica:
         configured = configurations[replica.gpus[0]]
+        room = windowed_room(configured)
         in_blocks = replica.role == "mixed" or placement.workers_of(replica.id)
         return Replica(
             replica_id=replica.id,
@@ -126,7 +127,7 @@ def make_replicas(
             outgoing_tokens=outgoing_tokens(replica, placement),
             rounding_tokens=configured.block_tokens - 1 if in_blocks else 0,
             attention_workers=AttentionWorkers.of(placement, replica.id, configurations, links),
-            windowed=_windowed(placement, replica, configured),
+            windowed=windowed_account(placement, replica, room) if room else None,
         )
 
     made = {replica.id: make(replica) for replica in placement.replicas}
@@ -136,10 +137,9 @@ def make_replicas(
     return made
 
 
-def _windowed(placement: Placement, replica: PlacedReplica, configured: Configure) -> WindowedAccount | None:
-    """The account of the layers with a window, if workers keep these apart."""
+def windowed_room(configured: Configure) -> WindowedRoom | None:
+    """What a replica's layers with a window hold, if workers keep these apart."""
     if (layers := configured.windowed) is None:
         return None
     size, running = configured.block_tokens, configured.tokens_running
-    room = WindowedRoom(layers.kv_budget_tokens, layers.window, running, size)
-    return windowed_account(placement, replica, room)
+    return WindowedRoom(layers.kv_budget_tokens, layers.window, running, size)

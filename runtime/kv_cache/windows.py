@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from cost_model.lengths import first_kept, most_blocks
 from runtime.kv_cache.blocks import BlockPool, Digest
 from runtime.kv_cache.layout import Stages
+from runtime.kv_cache.pages import Pages
 from runtime.protocol.message import StageShape
+from runtime.protocol.to_workers import Configure
 
 
 def numbered(stages: Stages, layers: Sequence[int]) -> Stages:
@@ -218,3 +220,17 @@ class WindowedPool(BlockPool):
             if missing < first:
                 shared = count
         return shared
+
+
+def make_pool(config: Configure, cache: Pages, reuse: bool) -> BlockPool:
+    """The blocks of a replica's cache; layers with a window have others.
+
+    Parameters
+    ----------
+    reuse : see BlockPool
+    """
+    blocks, size, windowed = cache.blocks, cache.block_tokens, config.windowed
+    if windowed is None:
+        return BlockPool(blocks, size, reuse)
+    apart = windowed.kv_budget_tokens // size
+    return WindowedPool(blocks, apart, size, windowed.window, config.tokens_running, reuse)

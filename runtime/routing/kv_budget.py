@@ -23,20 +23,14 @@ def kv_budgets(placement: Placement) -> dict[str, int]:
     For replicas that decode, the limit is BATCHES_PER_REPLICA full batches of the longest context. A prefill
     replica takes only as many prompts as keep it busy, so that waiting ones can still go elsewhere:
     BATCHES_PER_REPLICA times the prompts that it computes and sends, or the longest prompt if that is more.
-    A mixed replica has both. With ranges of layers, those with a window keep all tokens.
+    A mixed replica has both.
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     costs = placement.costs()
     return {
         replica.id: min(
             useful_tokens(replica, placement),
-            kv_capacity_tokens(
-                replica,
-                cluster,
-                costs,
-                placement.workers_of(replica.id),
-                keep_all=placement.layer_ranges is not None,
-            ),
+            kv_capacity_tokens(replica, cluster, costs, placement.workers_of(replica.id)),
         )
         for replica in placement.replicas
     }

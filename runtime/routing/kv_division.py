@@ -16,15 +16,9 @@ from runtime.routing.windowed_room import WindowedAccount, WindowedRoom
 
 
 def keeps_windows_apart(placement: Placement) -> bool:
-    """Whether layers with a window give back what lies outside it: not beside attention workers, nor where
-    replicas hold ranges of layers."""
+    """Whether layers with a window give back what lies outside it: not beside attention workers."""
     model = placement.model
-    return (
-        model.window is not None
-        and model.window.share > 0
-        and not placement.attention_workers
-        and placement.layer_ranges is None
-    )
+    return model.window is not None and model.window.share > 0 and not placement.attention_workers
 
 
 def divided(
@@ -39,7 +33,7 @@ def divided(
 
     Requests are as many as in the plan, each with as many tokens in the windowed layers as the plan counts.
     These have room for one long prompt at least, and for no more than all requests that may be there. Where
-    all layers have a window, the others have none to keep: then only the windowed ones limit requests.
+    a replica has layers of one kind only, the others take no memory, and so limit no requests.
 
     Parameters
     ----------
@@ -54,16 +48,21 @@ def divided(
     if chunk_tokens:
         engine = engine.model_copy(update={"chunk_tokens": chunk_tokens})
     steps = engine.steps_in_flight(semantics, len(replica.stages))
-    others = len(model.full_attention_layers)
+    first, end = replica.stages[0].layers[0], replica.stages[-1].layers[1]
+    others = sum(first <= layer < end for layer in model.full_attention_layers)
+    limited = end - first - others
     room = WindowedRoom(0, window, steps * max(engine.step_tokens, engine.chunk_tokens), block)
     most = min(room.most_computing, math.ceil(tokens / block) * block) // block
     requests = tokens / kv_tokens_held(replica, costs)
     planned = requests * _kept(replica, costs.lengths, Window(window))
     blocks = max(most, min(int(planned / block), BATCHES_PER_REPLICA * replica.max_batch * most))
-    if others:
-        excess = max(0.0, blocks * block - planned) * (model.layers - others)
+    rest = tokens
+    if not limited:
+        blocks = math.ceil(tokens / block) + most
+    elif others:
+        excess = max(0.0, blocks * block - planned) * limited
         rest = max(block, tokens - math.ceil(excess / others))
-    else:
+    elif blocks * block >= room.most_computing:
         longest = math.ceil(blocks * block / room.most) * model.max_position
         rest = max(tokens, min(longest, useful_tokens(replica, placement)))
     return max(1, rest // block) * block, replace(room, tokens=blocks * block)

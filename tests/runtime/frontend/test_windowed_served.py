@@ -15,6 +15,7 @@ from placements import CORE, placement_of, replica_of
 from cluster_specs.schema import ClusterSpec, NodeSpec
 from cost_model.config import architecture_from_folder
 from hexgen2.placement import Placement, Route
+from hexgen2.replica import EngineSettings
 from hexgen2.workload.lengths import RequestClass, Workload
 from runtime.frontend.in_flight import InFlight
 from runtime.frontend.replica import Replica
@@ -31,6 +32,8 @@ def planned(folder: Path, prefills: bool) -> Placement:
     workload = Workload(name="short", classes=(RequestClass(name="short", isl=40, osl=TOKENS),))
     names = ["prefill-0", "decode-0"] if prefills else ["colocated-0"]
     replicas = [replica_of(name, [(f"box/{k}", LAYERS)], max_batch=64) for k, name in enumerate(names)]
+    steps = EngineSettings(step_tokens=64, chunk_tokens=32)
+    replicas = [replica.model_copy(update={"engine": steps}) for replica in replicas]
     box = NodeSpec(name="box", accelerators=f"Core:{len(names)}", interconnect="shared-memory")
     cluster = ClusterSpec(name="box", nodes=[box], accelerators={"Core": CORE})
     alone = placement_of(cluster, architecture_from_folder(folder), workload, replicas, [])
@@ -55,9 +58,7 @@ def test_more_long_requests_run_at_once_than_their_tokens_say(
         whole, room = divided(placement, replica, placement.costs(), ROOM, 0, SIZE)
         assert told.windowed is not None
         windowed = msgspec.structs.replace(told.windowed, kv_budget_tokens=room.tokens)
-        return msgspec.structs.replace(
-            told, kv_budget_tokens=whole, windowed=windowed, max_prefill_tokens=64, max_mixed_tokens=32
-        )
+        return msgspec.structs.replace(told, kv_budget_tokens=whole, windowed=windowed)
 
     async def scenario() -> int:
         options, most = EngineOptions(dtype="float32", block_tokens=SIZE), 0
