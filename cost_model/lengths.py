@@ -126,6 +126,12 @@ def first_kept(token: int, window: int, block_tokens: int = BLOCK_TOKENS) -> int
     return first_read(token, window) // block_tokens * block_tokens
 
 
+def most_blocks(window: int, block_tokens: int, running: int) -> int:
+    """Blocks of such layers that a request needs at most, while so many of its tokens are in steps under
+    way."""
+    return (window - 1 + running) // block_tokens + 2
+
+
 def moved_tokens(first: int, end: int, prompt: int, window: Window | None) -> float:
     """Of tokens [first, end) of a prompt, those whose KV cache moves to where it is decoded, as a mean over
     the layers: in layers with a window, those of the blocks that later tokens attend to."""

@@ -30,7 +30,7 @@ from runtime.api.tokenizer import ModelTokenizer, Tokenizer
 from runtime.checkpoint import check_family, check_formats, check_kv_format, checkpoint_folder, gpu_dtype
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replanner import Configured, Replanner
-from runtime.frontend.replica import Replica, make_replicas
+from runtime.frontend.replica import Replica, make_replicas, windowed_room
 from runtime.frontend.supervisor import Supervisor
 from runtime.frontend.traces import Tracer
 from runtime.launcher.base import Launcher
@@ -206,6 +206,7 @@ def router_of(
         },
         high_water=HIGH_WATER if front.kv_high_water is None else front.kv_high_water,
         block_tokens=next(iter(drivers.values())).block_tokens,
+        windowed={name: room for name, each in drivers.items() if (room := windowed_room(each))},
     )
 
 

@@ -15,16 +15,10 @@ def kv_capacity_tokens(
     cluster: Cluster,
     costs: CostModel,
     workers: Sequence[AttentionWorker] = (),
-    keep_all: bool = False,
 ) -> int:
     """Tokens of KV cache for which a replica has memory, with its attention workers, limited by its tightest
-    stage; 0 if not even the weights fit.
-
-    Parameters
-    ----------
-    keep_all : layers with a window keep the tokens outside it, too, as they do beside attention workers
-    """
-    held = kv_tokens_held(replica, costs, keep_all or bool(workers))
+    stage; 0 if not even the weights fit. Beside attention workers, layers with a window keep all tokens."""
+    held = kv_tokens_held(replica, costs, keep_all=bool(workers))
     if workers:
         return max(0, int(min(stage_requests(replica, workers, cluster, costs)) * held))
     phase, requests = _phase(replica), []

@@ -70,6 +70,20 @@ class DecodeBatch:
         return self._mean(self._limited, self._unlimited)
 
     @property
+    def limited(self) -> int:
+        """Tokens that the next step attends to in layers with the window, over all requests."""
+        return self._limited
+
+    @property
+    def growing(self) -> int:
+        """Requests that attend to more tokens there with each step."""
+        return self._growing
+
+    def made_by_each(self, steps: int = 0) -> Iterator[tuple[int, int]]:
+        """The running requests, and the tokens that each will have generated here after so many steps."""
+        return ((request, self.steps + steps - own.joined) for request, own in self._members.items())
+
+    @property
     def made(self) -> int:
         """Tokens that the running requests have generated since they joined."""
         return self.count * self.steps - self._joined_steps

@@ -13,7 +13,7 @@ known.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,6 +25,7 @@ from hexgen2.simulator.prefill_replica import Begun, nobody
 from hexgen2.simulator.prompt_gate import PromptGate
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
+from hexgen2.simulator.windowed_use import WindowedUse
 from runtime.routing.kv_budget import KvBudget
 
 
@@ -70,8 +71,10 @@ class DecodeReplica:
         # Tokens in the KV cache, without those generated since joining the batch.
         self._held: dict[int, int] = {}
         self._held_tokens = 0
+        # Of the layers with a window, what others take than those that decode.
+        self._windowed = WindowedUse(kv_budget)
         # Tokens that the requests here will have in the end, where none may be preempted.
-        self._promised_tokens = 0
+        self._promised_tokens = self._promised_windowed = 0
         self._made: dict[int, int] = {}
         self._gaps = BatchGaps(records)
         self._busy = False
@@ -171,6 +174,12 @@ class DecodeReplica:
         """An upper bound of `grown` until the next step is chosen."""
         return self.running.made + self._planned * self.running.count
 
+    def uncounted(self, now: float) -> Iterator[tuple[int, int]]:
+        """The requests that decode, and the tokens of each by now."""
+        running, held = self.running, self._held
+        steps = 0 if self._busy or not running.count else min(running.steps_before(now), self._planned)
+        return ((request, held[request] + made) for request, made in running.made_by_each(steps))
+
     # -- steps
 
     def _interrupt(self, now: float) -> None:
@@ -189,7 +198,7 @@ class DecodeReplica:
         """Choose the next step at at_s. Choose it now if no prompt is queued and nothing can be preempted:
         only such a choice can be revised when something changes before at_s."""
         self._version += 1
-        if self._prompts or self._free_tokens < len(self._joining):
+        if self._prompts or self._room < len(self._joining):
             self._busy = True
             self._schedule(at_s, self._choose, self._version)
         else:
@@ -203,7 +212,7 @@ class DecodeReplica:
         self._busy = False
         if self._joining:
             self._admit_arrived(now)
-        if self._free_tokens < 0:
+        if self._room < 0:
             self._make_room(now)
         if running.count > record.peak_running:
             record.peak_running = running.count
@@ -341,11 +350,14 @@ class DecodeReplica:
     def _join(self, request: int) -> None:
         made = self._made[request]
         self._hold(request, 1)
+        self._windowed.release(request)
         self.running.join(request, self._isl[request] + made, self._osl[request] - made)
 
     def _end(self, request: int, now: float) -> None:
         self._free(request)
-        self._promised_tokens -= self._promise(request)
+        promise = self._promise(request)
+        self._promised_tokens -= promise
+        self._promised_windowed -= self._windowed.kept(promise)
         del self._made[request]
         self._record.requests += 1
         self._ended(request, now)
@@ -355,19 +367,35 @@ class DecodeReplica:
     def _hold(self, request: int, tokens: int) -> None:
         self._held[request] = self._held.get(request, 0) + tokens
         self._held_tokens += tokens
+        self._windowed.hold(request, self._windowed.kept(self._held[request]))
 
     def _free(self, request: int) -> None:
         self._held_tokens -= self._held.pop(request)
+        self._windowed.release(request)
 
     @property
     def _free_tokens(self) -> int:
         """Tokens of KV cache that remain free."""
         return self._kv_budget.kv_budget_tokens - self._held_tokens - self.running.made
 
+    @property
+    def _free_windowed(self) -> float:
+        """Tokens that remain free of the layers with a window."""
+        return self._windowed.free - self._windowed.of_batch(self.running)
+
+    @property
+    def _room(self) -> float:
+        """Tokens that remain free in all layers."""
+        return min(self._free_tokens, self._free_windowed)
+
     def _steps_with_room(self) -> int:
         """Steps that the current batch can run before its tokens no longer fit; at least one, since the next
         step always fits or its request is alone."""
-        return 1 + max(0, self._free_tokens) // self.running.count
+        running = self.running
+        steps = max(0, self._free_tokens) // running.count
+        if self._windowed and running.growing:
+            steps = min(steps, int(max(0.0, self._free_windowed)) // running.growing)
+        return 1 + steps
 
     def _promise(self, request: int) -> int:
         """Tokens that are kept free for a request until it ends."""
@@ -379,15 +407,20 @@ class DecodeReplica:
         """Reserve room for a prompt if it fits together with one more token of every other request, or, where
         none may be preempted, with all of their answers."""
         running = self.running.count + self._places_taken
-        if prompt.request in self._outgoing:
-            if prompt.tokens + running > self._free_tokens:
-                return False
-        elif running >= self._kv_budget.max_batch or prompt.tokens + running > self._free_tokens:
+        if prompt.request not in self._outgoing and running >= self._kv_budget.max_batch:
+            return False
+        windowed = self._windowed
+        if prompt.tokens + running > self._free_tokens:
+            return False
+        if windowed.kept(prompt.tokens) + running > self._free_windowed:
             return False
         promise = self._promise(prompt.request)
         if self._promised_tokens + promise > self._kv_budget.kv_budget_tokens:
             return False
+        if self._promised_windowed + windowed.kept(promise) > windowed.tokens:
+            return False
         self._promised_tokens += promise
+        self._promised_windowed += windowed.kept(promise)
         self._hold(prompt.request, prompt.tokens)
         self._computing[prompt.request] = prompt
         self._record.waited_s += max(0.0, self.running.time_s - prompt.since_s)
@@ -395,7 +428,7 @@ class DecodeReplica:
 
     def _make_room(self, now: float) -> None:
         """Preempt the youngest requests until the next tokens fit."""
-        while self.running.count and self._free_tokens < 0 and len(self._held) > 1:
+        while self.running.count and self._room < 0 and len(self._held) > 1:
             self._preempt(max(chain(self.running, self._computing)), now)  # never one that goes on elsewhere
 
     def _preempt(self, request: int, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,9 @@ from hexgen2.simulator.options import Options
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
 from runtime.routing.instances import Instance, instances
 from runtime.routing.kv_budget import KvBudget, growth_tokens, kv_budgets, outgoing_tokens
+from runtime.routing.kv_division import divided, keeps_windows_apart, windowed_account
 from runtime.routing.schedulers import needs_instances
+from runtime.routing.windowed_room import WindowedAccount, WindowedRoom
 
 
 class Fleet:
@@ -42,7 +45,12 @@ class Fleet:
         self.placement, self._cluster, self._options = placement, cluster, options
         self._times = {} if times is None else times
         self.costs = costs or placement.costs()
-        self._budgets = kv_budgets(placement)
+        self._budgets, self._windowed = kv_budgets(placement), dict[str, WindowedRoom]()
+        if keeps_windows_apart(placement):
+            planned = placement.costs()
+            for replica in placement.replicas:
+                own = divided(placement, replica, planned, self._budgets[replica.id])
+                self._budgets[replica.id], self._windowed[replica.id] = own
 
     def kv_budget(self, replica: Replica) -> KvBudget:
         """An empty KV budget with the replica's KV capacity and batch size, and what the scheduler needs."""
@@ -60,19 +68,31 @@ class Fleet:
         groups = replica.attention_data_parallel
         if replica.role != "prefill":
             places = self._options.max_batch or places
+        windowed = self._windowed_account(replica)
         if replica.role == "colocated" and self._options.policy != "mixed":
             # Such a replica queues every request and does its own accounting; only a request that it could
             # never hold is rejected.
             room = kv_capacity_tokens(
                 replica, self._cluster, self.costs, self.placement.workers_of(replica.id)
             )
-            return _AcceptsAll(room, places, groups=groups)
+            if windowed is not None:
+                room, _ = divided(self.placement, replica, self.costs, room)
+            return _AcceptsAll(room, places, groups=groups, windowed=windowed)
         budget = self._budgets[replica.id] * self._in_flight_per_place(replica)
         if replica.role == "prefill":
-            return KvBudget(budget, places, groups=groups)
+            return KvBudget(budget, places, groups=groups, windowed=windowed)
         outgoing = outgoing_tokens(replica, self.placement)
         growth = growth_tokens(self.placement)
-        return LiveKvBudget(budget, places, growth, groups=groups, outgoing_tokens=outgoing)
+        return LiveKvBudget(
+            budget, places, growth, groups=groups, outgoing_tokens=outgoing, windowed=windowed
+        )
+
+    def _windowed_account(self, replica: Replica) -> WindowedAccount | None:
+        """An empty account of the layers with a window, if these are kept apart."""
+        if (room := self._windowed.get(replica.id)) is None:
+            return None
+        room = dataclasses.replace(room, tokens=room.tokens * self._in_flight_per_place(replica))
+        return windowed_account(self.placement, replica, room)
 
     def times(self, replica: Replica) -> StepTimes:
         """The step times of a replica."""
@@ -116,17 +136,23 @@ class Fleet:
 @dataclass(slots=True)
 class LiveKvBudget(KvBudget):
     """A KV budget that is not told of every generated token but asks: `grown` returns the number of tokens
-    not yet counted, and `grown_at_most` an upper bound that is faster to compute."""
+    not yet counted, and `grown_at_most` an upper bound that is faster to compute; `grown_of` returns the
+    requests that have such tokens, and all tokens of each."""
 
     grown: Callable[[], int] = int
     grown_at_most: Callable[[], int] = int
+    grown_of: Callable[[], Iterable[tuple[int, int]]] = tuple
 
-    def has_room(self, tokens: int, prefill_only: bool) -> bool:
-        most = self.grown_at_most()
-        if KvBudget.has_room(self, tokens + most, prefill_only):
+    def has_room(self, tokens: int, prefill_only: bool, uncounted: int = 0) -> bool:
+        most = uncounted + self.grown_at_most()
+        if KvBudget.has_room(self, tokens, prefill_only, most):
             return True
-        exactly = self.grown()
-        return exactly < most and KvBudget.has_room(self, tokens + exactly, prefill_only)
+        exactly = uncounted + self.grown()
+        return exactly < most and KvBudget.has_room(self, tokens, prefill_only, exactly)
+
+    def _windows_have_room(self, tokens: int, prefill_only: bool) -> bool:
+        growth = None if prefill_only else self.growth_tokens
+        return self.windowed is None or self.windowed.has_room(tokens, growth, self.high_water, self.grown_of)
 
 
 class _AcceptsAll(KvBudget):
@@ -134,5 +160,5 @@ class _AcceptsAll(KvBudget):
 
     __slots__ = ()
 
-    def has_room(self, tokens: int, prefill_only: bool) -> bool:
+    def has_room(self, tokens: int, prefill_only: bool, uncounted: int = 0) -> bool:
         return tokens <= self.largest_request_tokens

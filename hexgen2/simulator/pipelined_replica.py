@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from cost_model.base import Work
@@ -20,6 +21,7 @@ from hexgen2.simulator.batching import Batching
 from hexgen2.simulator.cohort import Cohort, Request, joined
 from hexgen2.simulator.prefill_replica import Begun, nobody
 from hexgen2.simulator.records import Records, ReplicaRecord
+from hexgen2.simulator.windowed_use import WindowedUse
 from runtime.routing.kv_budget import KvBudget
 
 Decodes = list[Request | Cohort]
@@ -80,6 +82,7 @@ class PipelinedReplica:
         self._outgoing: dict[Any, Request] = {}
         self._window = times.costs.model.window
         self._free_tokens = kv_budget.kv_budget_tokens
+        self._windowed = WindowedUse(kv_budget)
         # Requests that wait to begin; and prompts for others, which pass them where they find no room.
         self._waiting: deque[Request] = deque()
         self._others: deque[Request] = deque()
@@ -126,17 +129,17 @@ class PipelinedReplica:
 
     def release(self, request: Any, _: int, now: float) -> None:
         """Free the KV cache of a request that goes on elsewhere: it has been sent, or is no longer needed."""
-        self._free_tokens += self._outgoing.pop(request).held
+        self._give(self._outgoing.pop(request).held)
         self._go_on(now, None)
 
     def expect(self, request: int, tokens: int, _: float) -> None:
         """Reserve room for the prompt of a request whose KV cache will arrive."""
         self._expected[request] = tokens
-        self._free_tokens -= tokens
+        self._take(tokens)
 
     def forget(self, request: int, now: float) -> None:
         """Release the reservation of a request that will not come."""
-        self._free_tokens += self._expected.pop(request)
+        self._give(self._expected.pop(request))
         self._go_on(now, None)
 
     def land(self, request: int, now: float, made: int = 1) -> None:
@@ -155,6 +158,24 @@ class PipelinedReplica:
         self._dissolve(self._ready, False)
         left = (*sorted(self._running.values(), key=_place), *self._waiting, *self._landed)
         return [(each.index, each.tokens - each.prompt) for each in left if each.outgoing is None]
+
+    def uncounted_of(self) -> Iterator[tuple[int, int]]:
+        """The requests in cohorts, and the tokens of each by now."""
+        held = self._kv_budget.held
+        for item in chain(self._ready, *(decodes for decodes, _ in self._flights.values())):
+            if isinstance(item, Cohort):
+                for request, tokens in zip(item.requests, item.tokens, strict=True):
+                    yield request.index, held[request.index] + tokens - request.tokens
+
+    def _take(self, tokens: int) -> None:
+        """So many tokens of a request are to have KV cache here."""
+        self._free_tokens -= tokens
+        self._windowed.free -= self._windowed.kept(tokens)
+
+    def _give(self, tokens: int) -> None:
+        """Free the KV cache of a request, which holds so many tokens."""
+        self._free_tokens += tokens
+        self._windowed.free += self._windowed.kept(tokens)
 
     # -- steps
 
@@ -200,15 +221,27 @@ class PipelinedReplica:
             if taken is not item:
                 self._ready.insert(len(chosen) - 1, taken)
                 break
-        if more > self._free_tokens:
+        windowed = self._more_windowed(chosen) if self._windowed else 0
+        if more > self._free_tokens or windowed > self._windowed.free:
             self._ready = self._dissolve(self._ready, False)
             return self._decodes_beside_preemption(share, now)
         self._free_tokens -= more
+        self._windowed.free -= windowed
         for item in chosen:
             if isinstance(item, Request) and item.computed >= item.held:
                 item.held += 1
         del self._ready[: len(chosen)]
         return chosen
+
+    def _more_windowed(self, items: Decodes) -> int:
+        """Tokens that a step with these takes more of the layers with a window."""
+        most, more = self._windowed.most, 0
+        for item in items:
+            if isinstance(item, Cohort):
+                more += sum(tokens <= most for tokens in item.tokens)
+            else:
+                more += most > item.held <= item.computed
+        return more
 
     def _decodes_beside_preemption(self, share: int, now: float) -> Decodes:
         """So many requests that decode in this step, each by itself; others are preempted for them."""
@@ -216,14 +249,22 @@ class PipelinedReplica:
         for request in wanted:
             if request.computed < request.held or request.index not in self._running:
                 continue
-            while self._free_tokens <= 0 and request.index in self._running:
+            while request.index in self._running and not self._grows(request):
                 self._preempt(max(self._movable(), key=lambda each: each.arrival), now)
-            if request.index in self._running:
-                self._free_tokens -= 1
-                request.held += 1
         chosen: Decodes = [request for request in wanted if request.index in self._running]
         del self._ready[: len(chosen)]
         return chosen
+
+    def _grows(self, request: Request) -> bool:
+        """Take one more token for a request; False without room for it."""
+        windowed = self._windowed
+        more = windowed.kept(request.held + 1) - windowed.kept(request.held)
+        if self._free_tokens <= 0 or more > windowed.free:
+            return False
+        self._free_tokens -= 1
+        windowed.free -= more
+        request.held += 1
+        return True
 
     def _movable(self) -> list[Request]:
         """The requests of this replica that are in no step."""
@@ -263,7 +304,7 @@ class PipelinedReplica:
         self._leave(request)
         if request in self._ready:
             self._ready.remove(request)
-        self._free_tokens += request.held
+        self._give(request.held)
         request.computed = request.held = 0
         self._decoding -= request.decoding
         request.decoding, request.since_s = False, now
@@ -287,7 +328,7 @@ class PipelinedReplica:
             limit -= count
         while limit > 0 and (begun := self._next_prompt()) is not None:
             request = begun
-            self._free_tokens -= request.tokens
+            self._take(request.tokens)
             request.held = request.tokens
             self._record.waited_s += now - request.since_s
             self._enter(request)
@@ -305,6 +346,9 @@ class PipelinedReplica:
 
     def _fits(self, request: Request) -> bool:
         if request.outgoing is None and self._growing >= self._kv_budget.max_batch:
+            return False
+        windowed = self._windowed
+        if windowed.kept(request.tokens) + self._growing > windowed.free:
             return False
         return request.tokens + self._growing <= self._free_tokens
 
@@ -475,7 +519,7 @@ class PipelinedReplica:
     def _end(self, request: Request, now: float) -> None:
         """A request has its last token."""
         self._leave(request)
-        self._free_tokens += request.held
+        self._give(request.held)
         self._decoding -= 1
         self._record.requests += 1
         self._ended(request.index, now)

@@ -9,6 +9,8 @@ from cost_model.base import Work
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import ReplicaRecord
+from hexgen2.simulator.windowed_use import WindowedUse
+from runtime.routing.kv_budget import KvBudget
 
 Begun = Callable[[Sequence[tuple[Any, int]], float, float], None]
 
@@ -26,7 +28,7 @@ class PrefillReplica:
     Parameters
     ----------
     step_tokens : most tokens in a step
-    budget_tokens : KV cache capacity
+    kv_budget : the front end's account of the replica's KV cache
     schedule : the simulation's schedule(time_s, call, argument)
     begun : called with (sent, begun_s, ends_s) when a step begins: the requests in it, each with its tokens
     computed : called with (request, now) when the step with the last chunk of a prompt ends
@@ -36,7 +38,7 @@ class PrefillReplica:
         self,
         step_tokens: int,
         times: StepTimes,
-        budget_tokens: int,
+        kv_budget: KvBudget,
         record: ReplicaRecord,
         schedule: Callable,
         begun: Begun,
@@ -45,7 +47,8 @@ class PrefillReplica:
         self._step_tokens, self._times, self._record = step_tokens, times, record
         self._schedule, self._begun, self._computed = schedule, begun, computed
         self._window = times.costs.model.window
-        self._free_tokens = budget_tokens
+        self._free_tokens = kv_budget.kv_budget_tokens
+        self._windowed = WindowedUse(kv_budget)
         self._prompts = PromptQueue(self._take_room)
         self._stage_free_s = [0.0] * times.stages
         self._in_flight = 0
@@ -67,9 +70,10 @@ class PrefillReplica:
             self.release(request, prompt.tokens, now)
         return True
 
-    def release(self, _: object, tokens: int, now: float) -> None:
+    def release(self, request: object, tokens: int, now: float) -> None:
         """Free the KV cache of a prompt: it has been sent, or is no longer needed."""
         self._free_tokens += tokens
+        self._windowed.release(request)
         self._begin(now)
 
     def lose(self) -> None:
@@ -93,9 +97,11 @@ class PrefillReplica:
             self._run(chunks, now)
 
     def _take_room(self, prompt: Prompt) -> bool:
-        if prompt.tokens > self._free_tokens:
+        windowed = self._windowed.computing(prompt.tokens)
+        if prompt.tokens > self._free_tokens or windowed > self._windowed.free:
             return False
         self._free_tokens -= prompt.tokens
+        self._windowed.hold(prompt.request, windowed)
         self._record.waited_s += self._now - prompt.since_s
         return True
 
@@ -121,5 +127,6 @@ class PrefillReplica:
             self._in_flight -= 1
             for chunk in chunks:
                 if chunk.last:
+                    self._windowed.hold(chunk.prompt.request, self._windowed.kept(chunk.prompt.tokens))
                     self._computed(chunk.prompt.request, now)
             self._begin(now)

@@ -159,8 +159,9 @@ class Simulation(EventLoop):
         record = self.records.replicas[name]
         self.kv_budgets[name], self._running[name] = kv_budget, replica
         if replica.role == "prefill":
-            budget, steps = kv_budget.kv_budget_tokens, (self.schedule, self._begun, self._computed)
-            self._prefill_replicas[name] = PrefillReplica(batching.step_tokens, times, budget, record, *steps)
+            steps = self.schedule, self._begun, self._computed
+            size = batching.step_tokens
+            self._prefill_replicas[name] = PrefillReplica(size, times, kv_budget, record, *steps)
             return
         lengths = self._isl, self._osl
         calls = self.schedule, self._ended
@@ -184,8 +185,10 @@ class Simulation(EventLoop):
                 counted = decoder
                 kv_budget.grown = lambda: counted.grown(self.now)
                 kv_budget.grown_at_most = counted.grown_at_most
+                kv_budget.grown_of = lambda: counted.uncounted(self.now)
             else:
                 kv_budget.grown = kv_budget.grown_at_most = partial(getattr, decoder, "uncounted")
+                kv_budget.grown_of = decoder.uncounted_of
 
     def _add_routes(self, fleet: Fleet, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
         """Add the routes of a placement, and `more`. `names` maps its replica ids to the simulation's."""

@@ -154,14 +154,18 @@ class RangeEngine(Engine):
 
     @abstractmethod
     def run_hop(
-        self, step: Step, tables: Mapping[str, list[int]], entering: Sequence[Rows | None]
+        self,
+        step: Step,
+        tables: Mapping[str, list[int]],
+        windowed_tables: Mapping[str, list[int]],
+        entering: Sequence[Rows | None],
     ) -> HopOutcome:
         """Run this worker's share of a step through a range of layers.
 
         Parameters
         ----------
         step : its sequences are in order of first_layer
-        tables : the blocks of each request, in the order of its tokens
+        tables, windowed_tables : as of `run`
         entering : what each sequence comes with, None where it begins with the embedding; () on ranks other
             than 0, which get it from there
 

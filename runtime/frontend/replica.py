@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from hexgen2.placement import Placement
+from hexgen2.placement import Replica as PlacedReplica
 from runtime.frontend.attention_workers import AttentionWorkers
 from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Load
@@ -12,7 +13,9 @@ from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Configure
 from runtime.routing.instances import instances
 from runtime.routing.kv_budget import KvBudget, growth_tokens, outgoing_tokens
+from runtime.routing.kv_division import windowed_account
 from runtime.routing.schedulers import needs_instances
+from runtime.routing.windowed_room import WindowedAccount, WindowedRoom
 
 FULL = 0.9
 """An engine that has requests waiting and uses this share of its KV cache gets no more requests."""
@@ -45,6 +48,7 @@ class Replica(KvBudget):
         outgoing_tokens: int | None = None,
         rounding_tokens: int = 0,
         attention_workers: AttentionWorkers | None = None,
+        windowed: WindowedAccount | None = None,
     ) -> None:
         super().__init__(
             *(kv_budget_tokens, max_batch, growth_tokens, high_water),
@@ -52,6 +56,7 @@ class Replica(KvBudget):
             outgoing_tokens=outgoing_tokens,
             rounding_tokens=rounding_tokens,
             largest_tokens=attention_workers.largest_tokens if attention_workers else None,
+            windowed=windowed,
         )
         self.attention_workers = attention_workers
         self.replica_id, self.role, self.driver, self.links = replica_id, role, driver, links
@@ -104,28 +109,37 @@ def make_replicas(
     high_water : see KvBudget; None: all
     scheduler : the replicas know what it needs
     """
-    made = {
-        replica.id: Replica(
+
+    def make(replica: PlacedReplica) -> Replica:
+        configured = configurations[replica.gpus[0]]
+        room = windowed_room(configured)
+        in_blocks = replica.role == "mixed" or placement.workers_of(replica.id)
+        return Replica(
             replica_id=replica.id,
             role=replica.role,
             driver=replica.gpus[0],
             links={gpu: links[gpu] for gpu in replica.gpus if gpu in links},
-            kv_budget_tokens=configurations[replica.gpus[0]].kv_budget_tokens,
+            kv_budget_tokens=configured.kv_budget_tokens,
             max_batch=replica.max_batch,
             growth_tokens=growth_tokens(placement) if replica.decodes else 0,
             high_water=1.0 if high_water is None else high_water,
             groups=replica.attention_data_parallel,
             outgoing_tokens=outgoing_tokens(replica, placement),
-            rounding_tokens=(
-                configurations[replica.gpus[0]].block_tokens - 1
-                if replica.role == "mixed" or placement.workers_of(replica.id)
-                else 0
-            ),
+            rounding_tokens=configured.block_tokens - 1 if in_blocks else 0,
             attention_workers=AttentionWorkers.of(placement, replica.id, configurations, links),
+            windowed=windowed_account(placement, replica, room) if room else None,
         )
-        for replica in placement.replicas
-    }
+
+    made = {replica.id: make(replica) for replica in placement.replicas}
     if needs_instances(scheduler):
         for name, instance in instances(placement).items():
             made[name].know(instance)
     return made
+
+
+def windowed_room(configured: Configure) -> WindowedRoom | None:
+    """What a replica's layers with a window hold, if workers keep these apart."""
+    if (layers := configured.windowed) is None:
+        return None
+    size, running = configured.block_tokens, configured.tokens_running
+    return WindowedRoom(layers.kv_budget_tokens, layers.window, running, size)

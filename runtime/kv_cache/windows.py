@@ -13,10 +13,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cost_model.lengths import first_kept
+from cost_model.lengths import first_kept, most_blocks
 from runtime.kv_cache.blocks import BlockPool, Digest
 from runtime.kv_cache.layout import Stages
+from runtime.kv_cache.pages import Pages
 from runtime.protocol.message import StageShape
+from runtime.protocol.to_workers import Configure
 
 
 def numbered(stages: Stages, layers: Sequence[int]) -> Stages:
@@ -34,12 +36,6 @@ def numbered(stages: Stages, layers: Sequence[int]) -> Stages:
         )
         for stage in stages
     )
-
-
-def most_blocks(window: int, block_tokens: int, running: int) -> int:
-    """Blocks of the windowed layers that a request needs at most, while so many of its tokens are in steps
-    under way."""
-    return (window - 1 + running) // block_tokens + 2
 
 
 @dataclass(slots=True)
@@ -224,3 +220,17 @@ class WindowedPool(BlockPool):
             if missing < first:
                 shared = count
         return shared
+
+
+def make_pool(config: Configure, cache: Pages, reuse: bool) -> BlockPool:
+    """The blocks of a replica's cache; layers with a window have others.
+
+    Parameters
+    ----------
+    reuse : see BlockPool
+    """
+    blocks, size, windowed = cache.blocks, cache.block_tokens, config.windowed
+    if windowed is None:
+        return BlockPool(blocks, size, reuse)
+    apart = windowed.kv_budget_tokens // size
+    return WindowedPool(blocks, apart, size, windowed.window, config.tokens_running, reuse)

@@ -22,7 +22,6 @@ from hexgen2.headwise.allocation import THETA
 from hexgen2.placement import Placement, Replica
 from runtime.headwise.plan import lanes_of
 from runtime.headwise.room import budget_tokens
-from runtime.launcher.windowed import divided, keeps_windows_apart
 from runtime.options import (
     CPU_TRANSPORTS,
     DEFAULTS,
@@ -38,6 +37,7 @@ from runtime.options import (
 from runtime.protocol.message import ATTENTION, PROTOCOL_VERSION, StageShape
 from runtime.protocol.to_workers import Configure, Emulation, KvLink, WindowedLayers
 from runtime.routing.kv_budget import kv_budgets
+from runtime.routing.kv_division import divided, keeps_windows_apart
 
 _SHORT: dict[str, WeightType] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -183,16 +183,14 @@ def _windowed(
     are none, or they keep all tokens, too."""
     if not keeps_windows_apart(placement):
         return {}
-    costs = placement.costs()
-    semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
+    costs, model = placement.costs(), placement.model
+    layers = tuple(sorted(set(range(model.layers)) - set(model.full_attention_layers)))
 
     def of(replica: Replica) -> tuple[int, WindowedLayers]:
-        engine = replica.engine
-        if options.chunk_tokens:
-            engine = engine.model_copy(update={"chunk_tokens": options.chunk_tokens})
-        told = replica.model_copy(update={"engine": engine})
-        steps = engine.steps_in_flight(semantics, len(replica.stages))
-        return divided(placement, told, costs, budgets[replica.id], steps, options.block_tokens)
+        tokens, room = divided(
+            placement, replica, costs, budgets[replica.id], options.chunk_tokens, options.block_tokens
+        )
+        return tokens, WindowedLayers(layers=layers, window=room.window, kv_budget_tokens=room.tokens)
 
     return {replica.id: of(replica) for replica in placement.replicas}
 

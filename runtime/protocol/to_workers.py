@@ -113,6 +113,11 @@ class Configure(Message, frozen=True):
     ranges: bool = False
     windowed: WindowedLayers | None = None
 
+    @property
+    def tokens_running(self) -> int:
+        """Tokens of prompts that may be in steps under way."""
+        return self.steps_in_flight * max(self.max_prefill_tokens, self.max_mixed_tokens)
+
     def turned(self, role: Configure) -> Configure:
         """This worker in another role: what does not depend on the role, such as devices and addresses, stays
         as it is."""

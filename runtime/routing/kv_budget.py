@@ -14,6 +14,7 @@ from hexgen2.placement import Placement, Replica
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from runtime.routing.backlog import Backlog
 from runtime.routing.instances import Instance
+from runtime.routing.windowed_room import WindowedAccount
 
 
 def kv_budgets(placement: Placement) -> dict[str, int]:
@@ -22,20 +23,14 @@ def kv_budgets(placement: Placement) -> dict[str, int]:
     For replicas that decode, the limit is BATCHES_PER_REPLICA full batches of the longest context. A prefill
     replica takes only as many prompts as keep it busy, so that waiting ones can still go elsewhere:
     BATCHES_PER_REPLICA times the prompts that it computes and sends, or the longest prompt if that is more.
-    A mixed replica has both. With ranges of layers, those with a window keep all tokens.
+    A mixed replica has both.
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     costs = placement.costs()
     return {
         replica.id: min(
-            _useful_tokens(replica, placement),
-            kv_capacity_tokens(
-                replica,
-                cluster,
-                costs,
-                placement.workers_of(replica.id),
-                keep_all=placement.layer_ranges is not None,
-            ),
+            useful_tokens(replica, placement),
+            kv_capacity_tokens(replica, cluster, costs, placement.workers_of(replica.id)),
         )
         for replica in placement.replicas
     }
@@ -52,7 +47,8 @@ def outgoing_tokens(replica: Replica, placement: Placement) -> int | None:
     return _tokens_of_prompts(replica, placement) if replica.role == "mixed" else None
 
 
-def _useful_tokens(replica: Replica, placement: Placement) -> int:
+def useful_tokens(replica: Replica, placement: Placement) -> int:
+    """Tokens of KV cache beyond which a replica has no use for more: see `kv_budgets`."""
     batches = BATCHES_PER_REPLICA * replica.max_batch * placement.model.max_position
     if replica.role == "mixed":
         return batches + _tokens_of_prompts(replica, placement)
@@ -85,7 +81,9 @@ class KvBudget:
     request may take up to `rounding_tokens` more than it holds, since memory comes in blocks. That counts
     where prompts for others wait for memory (in mixed replicas) beside KV caches that others send: then all
     of these always fit, and two replicas that send to each other never wait for each other. It also counts
-    with attention workers, where the longest request has `largest_tokens`, because heads are whole.
+    with attention workers, where the longest request has `largest_tokens`, because heads are whole; and with
+    layers that have a window and an account of their own (`windowed`), since then no worker ever lacks blocks
+    that the account shows.
     """
 
     kv_budget_tokens: int
@@ -102,31 +100,39 @@ class KvBudget:
     backlog: Backlog = field(default_factory=Backlog)
     instance: Instance | None = None
     largest_tokens: int | None = None
+    windowed: WindowedAccount | None = None
     _targets: dict[Any, str] = field(default_factory=dict)
     _target_tokens: dict[str, int] = field(default_factory=dict)
     _sent_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.windowed is not None:
+            size = self.windowed.room.block_tokens
+            self.rounding_tokens = size - 1
+            self.growth_tokens = max(self.growth_tokens, size) if self.growth_tokens else 0
 
     @property
     def largest_request_tokens(self) -> int:
         """Tokens of the longest request that an idle replica can hold."""
         return self.kv_budget_tokens // self.groups if self.largest_tokens is None else self.largest_tokens
 
-    def has_room(self, tokens: int, prefill_only: bool) -> bool:
+    def has_room(self, tokens: int, prefill_only: bool, uncounted: int = 0) -> bool:
         """Whether a request of that many KV tokens, which fits an idle replica, may be sent now.
 
         Those that decode here need room for the expected growth of all that do, and at most
         BATCHES_PER_REPLICA batches of them may be on the replica. Prefill-only requests do not grow.
+        The others may have `uncounted` tokens more than this account knows.
         """
         if self.refused:
             return False
         if not self.held:
             return True
-        if self.crowded:
+        if self.crowded or not self._windows_have_room(tokens, prefill_only):
             return False
         decoding = len(self.held) - len(self._targets)
         growth = self.growth_tokens * (decoding + (not prefill_only))
         rounding = self.rounding_tokens * (len(self.held) + 1)
-        held, budget = self.held_tokens, self.kv_budget_tokens * self.high_water
+        held, budget = self.held_tokens + uncounted, self.kv_budget_tokens * self.high_water
         if self.outgoing_tokens is not None:
             if prefill_only:
                 return held + tokens + rounding <= budget
@@ -134,6 +140,11 @@ class KvBudget:
         if held + tokens + growth + rounding > budget:
             return False
         return prefill_only or decoding < BATCHES_PER_REPLICA * self.max_batch
+
+    def _windows_have_room(self, tokens: int, prefill_only: bool) -> bool:
+        """Whether layers with a window have room for such a request."""
+        growth = None if prefill_only else self.growth_tokens
+        return self.windowed is None or self.windowed.has_room(tokens, growth, self.high_water)
 
     def know(self, instance: Instance) -> None:
         """Tell the scheduler what the replica is; it holds what this account says."""
@@ -152,6 +163,8 @@ class KvBudget:
         """Count the tokens of a request, which continues on the replica `target` if it is prefilled here."""
         self.held[request_id] = tokens
         self.held_tokens += tokens
+        if self.windowed is not None:
+            self.windowed.hold(request_id, tokens, None if target else self.growth_tokens)
         if target:
             self._targets[request_id] = target
             self._target_tokens[target] = self._target_tokens.get(target, 0) + tokens
@@ -162,6 +175,8 @@ class KvBudget:
         if request_id in self.held:
             self.held[request_id] += tokens
             self.held_tokens += tokens
+            if self.windowed is not None:
+                self.windowed.grow(request_id, self.held[request_id])
 
     def release(self, request_id: Any) -> None:
         """Free what a request holds here; nothing if it holds nothing."""
@@ -169,6 +184,8 @@ class KvBudget:
         self.held_tokens -= tokens
         self.refused = False
         self.backlog.end(request_id)
+        if self.windowed is not None:
+            self.windowed.release(request_id)
         if target := self._targets.pop(request_id, ""):
             self._target_tokens[target] -= tokens
             self._sent_tokens -= tokens

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from runtime.engine.faults import describe, of_replica
 from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
 from runtime.kv_cache.leases import Leases
-from runtime.kv_cache.pages import Pages
-from runtime.kv_cache.windows import WindowedPool
+from runtime.kv_cache.windows import WindowedPool, make_pool
 from runtime.logs import about
 from runtime.protocol.between_workers import (
     ExpectKv,
@@ -54,20 +53,6 @@ STEPS_PER_REPORT = 32
 Own = queue.SimpleQueue[Step | Release | NewRole]
 
 
-def make_pool(config: Configure, cache: Pages) -> BlockPool:
-    """The blocks of a replica's cache; windowed layers have others."""
-    blocks, size, windowed = cache.blocks, cache.block_tokens, config.windowed
-    if windowed is None:
-        return BlockPool(blocks, size, config.reuse_prefixes)
-    apart, running = windowed.kv_budget_tokens // size, _tokens_running(config)
-    return WindowedPool(blocks, apart, size, windowed.window, running, config.reuse_prefixes)
-
-
-def _tokens_running(config: Configure) -> int:
-    """Tokens of a prompt that may be in steps under way."""
-    return config.steps_in_flight * max(config.max_prefill_tokens, config.max_mixed_tokens)
-
-
 class Driver(DriverBase):
     """Handles the requests of one replica, in the first worker of its first stage.
 
@@ -99,9 +84,9 @@ class Driver(DriverBase):
             from runtime.headwise.pool import HeadPool
 
             pool = self._heads = HeadPool(config, cache.shape.bytes_per_token_cell)
-        pool = pool or make_pool(config, cache)
+        pool = pool or make_pool(config, cache, config.reuse_prefixes)
         if isinstance(pool, WindowedPool):
-            pool.expect(_tokens_running(config))
+            pool.expect(config.tokens_running)
         super().__init__(executor, front_end, others, inbox, pool)
         self._own, self._stage_free = own, True
         self._workers = len(others) + 1

@@ -128,7 +128,7 @@ class Executor:
         if not isinstance(self._engine, RangeEngine):
             raise RuntimeError(f"the {self.config.engine} engine cannot run ranges of layers")
         self._begin(step)
-        return self._engine.run_hop(step, self._whole.tables, entering)
+        return self._engine.run_hop(step, self._whole.tables, self._windowed.tables, entering)
 
     def _begin(self, step: Step) -> None:
         """Take note of the requests and blocks of a step."""

@@ -4,7 +4,7 @@ test."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from runtime.launcher.configure import configurations
 from runtime.launcher.local import LocalLauncher
 from runtime.options import FRONT_DEFAULTS
 from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Configure
 from runtime.routing.output_lengths import make_predictor
 from runtime.routing.paths.range_plan import RangePlan
 from runtime.serve import router_of
@@ -136,10 +137,13 @@ async def range_fleet(
     folder: Path,
     restarts: int = 0,
     kv_tokens: int = 0,
+    change: Callable[[Configure], Configure] = lambda each: each,
     **front: object,
 ) -> AsyncIterator[RangeFleet]:
-    """The fleet of a placement; `kv_tokens` replaces the KV budget of every replica."""
+    """The fleet of a placement; `kv_tokens` replaces the KV budget of every replica, and `change` changes
+    what workers are told."""
     workers, launcher = configurations(placement, folder, "bfloat16"), LocalLauncher()
+    workers = {name: change(each) for name, each in workers.items()}
     if kv_tokens:
         workers = {
             k: msgspec.structs.replace(each, kv_budget_tokens=kv_tokens) for k, each in workers.items()

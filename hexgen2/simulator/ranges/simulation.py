@@ -23,8 +23,10 @@ from hexgen2.simulator.options import Options
 from hexgen2.simulator.ranges.network import Network
 from hexgen2.simulator.ranges.node import RangeNode, Run
 from hexgen2.simulator.records import Records
-from runtime.routing.paths.path_router import PathRouter
+from runtime.routing.kv_division import divided, keeps_windows_apart
+from runtime.routing.paths.path_router import PathRouter, layer_tokens
 from runtime.routing.paths.range_graph import COORDINATOR, link_req_s
+from runtime.routing.windowed_room import WindowedRoom
 
 RANGE_ASSUMPTIONS = [
     "times are those of the cost model; where tables were given, they are corrected so that nodes pass the "
@@ -64,10 +66,13 @@ class RangeSimulation(EventLoop):
         self._nodes = {
             replica.id: self._node(replica, cluster, devices[replica.id]) for replica in placement.replicas
         }
+        room, windowed = _rooms(placement, self._costs)
         self._router = PathRouter(
             placement,
             options.scheduler if isinstance(options.scheduler, str) else FLOW,
             options.seed,
+            room,
+            windowed=windowed,
             queued=lambda replica: self._nodes[replica].requests,
         )
         self._capacity = link_req_s(placement)
@@ -296,3 +301,15 @@ def _check(placement: Placement, options: Options) -> None:
     if options.policy not in ("mixed", "chunked"):
         problem = f"is not a policy of ranges of layers ({placement.strategy})"
         raise InputError("--policy", options.policy, problem, "use mixed, or chunked as in Helix")
+
+
+def _rooms(placement: Placement, costs: CostModel) -> tuple[dict[str, float], dict[str, WindowedRoom]]:
+    """Tokens x layers of KV cache by replica, and what layers with a window hold, where that is apart."""
+    rooms, windowed = layer_tokens(placement), dict[str, WindowedRoom]()
+    if keeps_windows_apart(placement):
+        for replica in placement.replicas:
+            layers = replica.stages[0].layer_count
+            tokens = int(rooms[replica.id] / layers)
+            whole, windowed[replica.id] = divided(placement, replica, costs, tokens)
+            rooms[replica.id] = whole * layers
+    return rooms, windowed

@@ -199,6 +199,10 @@ class TorchEngine(RangeEngine):
         return self._runner.run(step, tables, windowed_tables, computed)
 
     def run_hop(
-        self, step: Step, tables: Mapping[str, list[int]], entering: Sequence[Rows | None]
+        self,
+        step: Step,
+        tables: Mapping[str, list[int]],
+        windowed_tables: Mapping[str, list[int]],
+        entering: Sequence[Rows | None],
     ) -> HopOutcome:
-        return self._runner.run_hop(step, tables, entering)
+        return self._runner.run_hop(step, tables, windowed_tables, entering)

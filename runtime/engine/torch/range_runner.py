@@ -18,7 +18,11 @@ class RangeRunner(StageRunner):
 
     @torch.inference_mode()
     def run_hop(
-        self, step: Step, tables: Mapping[str, Sequence[int]], entering: Sequence[Rows | None]
+        self,
+        step: Step,
+        tables: Mapping[str, Sequence[int]],
+        windowed_tables: Mapping[str, Sequence[int]],
+        entering: Sequence[Rows | None],
     ) -> HopOutcome:
         """See RangeEngine. Layers before the second sequence's first one run with the first alone, and so on:
         each layer runs once per step, with all that have begun by then."""
@@ -31,7 +35,7 @@ class RangeRunner(StageRunner):
         hidden, begun = None, 0
         for (first, end), (_, members) in zip(pairwise(bounds), groups, strict=True):
             begun += len(members)
-            batch = self._batch(sequences[:begun], tables)
+            batch = self._batch(sequences[:begun], tables, windowed_tables)
             if first:
                 count = sum(len(each.tokens) for each in members)
                 hidden = came[:count] if hidden is None else torch.cat([hidden, came[:count]])

@@ -147,12 +147,12 @@ class StageRunner:
         self,
         sequences: Sequence[SequenceStep],
         tables: Mapping[str, Sequence[int]],
-        windowed_tables: Mapping[str, Sequence[int]] | None = None,
+        windowed_tables: Mapping[str, Sequence[int]],
     ) -> Batch:
         attention: LayerAttention = self._attention
         if self._heads is not None:
             attention = StepAttention(self._heads, sequences)
-        elif self._windowed is not None and windowed_tables is not None:
+        elif self._windowed is not None:
             theirs = [windowed_tables[sequence.request_id] for sequence in sequences]
             attention = WindowedAttention(self._attention, *self._windowed, theirs)
         return Batch.make(

@@ -11,6 +11,7 @@ from hexgen2.layer_ranges import range_of
 from hexgen2.placement import Placement
 from runtime.routing.paths.next_hop import make_next_hop
 from runtime.routing.paths.range_graph import COORDINATOR, Hop, RangeGraph, RangePath
+from runtime.routing.windowed_room import WindowedRoom
 
 HIGH_WATER = 0.9
 """Share of a replica's KV cache that requests may be expected to take, for a new one to go there."""
@@ -47,6 +48,8 @@ class PathRouter:
     queued : requests that have not left a replica; None: those that it holds
     block_tokens : KV caches are kept in blocks of so many tokens, in all layers of a replica; None: they are
         counted in tokens, in the layers that a request computes
+    windowed : by replica, what its layers with a window hold, if that is apart: a request then takes the
+        share of the replica's room that it takes of either kind of layers, whichever is larger
 
     Attributes
     ----------
@@ -63,12 +66,13 @@ class PathRouter:
         expected_osl: float | None = None,
         queued: Callable[[str], int] | None = None,
         block_tokens: int | None = None,
+        windowed: Mapping[str, WindowedRoom] | None = None,
     ) -> None:
         self._placement, self._high_water = placement, high_water
         self.room = dict(layer_tokens(placement) if room is None else room)
         self.expected_osl = placement.workload.osl if expected_osl is None else expected_osl
         self.graph, self._lost = RangeGraph.of(placement), set[str]()
-        self._block_tokens = block_tokens
+        self._block_tokens, self._windowed = block_tokens, windowed or {}
         self._layers = {replica.id: replica.stages[0].layer_count for replica in placement.replicas}
         self._requests: dict[Hashable, _Request] = {}
         self.on = {name: dict[Hashable, Hop]() for name in self.room}
@@ -155,8 +159,13 @@ class PathRouter:
     def _taken(self, hop: Hop, tokens: float) -> float:
         """What so many tokens take of a replica's room."""
         if self._block_tokens is None:
-            return tokens * hop.layers
-        return math.ceil(tokens / self._block_tokens) * self._block_tokens * self._layers[hop.replica]
+            taken = tokens * hop.layers
+        else:
+            taken = math.ceil(tokens / self._block_tokens) * self._block_tokens * self._layers[hop.replica]
+        if windowed := self._windowed.get(hop.replica):
+            share = windowed.held(math.ceil(tokens)) / windowed.beside_prompts
+            return max(taken, share * self.room[hop.replica])
+        return taken
 
     def _used(self, replica: str) -> float:
         """Tokens x layers that a replica holds now."""

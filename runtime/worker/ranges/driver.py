@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from runtime.kv_cache.blocks import BlockPool
+from runtime.kv_cache.windows import make_pool
 from runtime.logs import about
 from runtime.protocol.between_workers import ActivationPart, Release, StepResult
 from runtime.protocol.framing import Connection
@@ -54,7 +54,7 @@ class RangeDriver(DriverBase):
         row_bytes: int,
     ) -> None:
         config, cache = executor.config, executor.cache
-        pool = BlockPool(cache.blocks, cache.block_tokens, reuse=False)
+        pool = make_pool(config, cache, reuse=False)
         super().__init__(executor, front_end, others, inbox, pool)
         self._scheduler = RangeScheduler(config.max_prefill_tokens, config.max_mixed_tokens, pool)
         self._sender = ActivationSender(credentials(config, PURPOSE), peers, self._lost)
@@ -90,6 +90,7 @@ class RangeDriver(DriverBase):
                 step, pieces = made
                 self._broadcast(step)
                 outcome = self._executor.execute_hop(step, [piece.rows for piece in pieces])
+                self._scheduler.ran(pieces)
                 if outcome.result is None:
                     self._pass_on(pieces, outcome.rows)
                 else:

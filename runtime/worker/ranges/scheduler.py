@@ -41,7 +41,8 @@ class RangeScheduler:
     ----------
     max_prompt_tokens : prompt tokens in one step
     max_mixed_tokens : prompt tokens in one step that also decodes
-    pool : blocks of the KV cache, each of which holds tokens in all layers of the range
+    pool : blocks of the KV cache, each of which holds tokens in all layers of the range; those with a window
+        may have others
 
     Attributes
     ----------
@@ -112,8 +113,15 @@ class RangeScheduler:
         for waiting in (self._decodes, self._prompts):
             for piece in [piece for piece in waiting if piece.part.request_id == request_id]:
                 waiting.remove(piece)
-        self._pool.release(visit.blocks)
+        if visit.blocks:
+            self._pool.release(visit.blocks, request_id)
         return True
+
+    def ran(self, pieces: Iterable[Piece]) -> None:
+        """Note that a step has run with these."""
+        for piece in pieces:
+            part = piece.part
+            self._pool.passed(part.request_id, part.position + len(part.tokens), True)
 
     def take_faults(self) -> dict[str, str]:
         """Requests that could not be put into a step since the last call, and why. The caller must fail
@@ -150,15 +158,24 @@ class RangeScheduler:
 
     def _has_blocks(self, part: ActivationPart) -> bool:
         """Take the blocks that a piece needs; if there are none, its request fails."""
-        visit = self.visits[part.request_id]
-        missing = self._pool.blocks_for(part.position + len(part.tokens)) - len(visit.blocks)
-        if missing <= 0:
-            return True
-        blocks = self._pool.allocate(missing)
-        if blocks is None:
-            self._faults[part.request_id] = f"there are no {missing} free blocks of KV cache for it"
+        request_id, end, visit = (
+            part.request_id,
+            part.position + len(part.tokens),
+            self.visits[part.request_id],
+        )
+        missing = self._pool.blocks_for(end) - len(visit.blocks)
+        if missing > 0:
+            if visit.blocks:
+                blocks = self._pool.allocate(missing, owner=request_id)
+            else:
+                blocks, _ = self._pool.begin(end, (), owner=request_id) or (None, 0)
+            if blocks is None:
+                self._faults[request_id] = f"there are no {missing} free blocks of KV cache for it"
+                return False
+            visit.blocks += blocks
+        if self._pool.extend(request_id, end) < end:
+            self._faults[request_id] = "there are no free blocks of KV cache for its layers with a window"
             return False
-        visit.blocks += blocks
         return True
 
     def _issue(self, pieces: list[Piece]) -> tuple[Step, list[Piece]]:
@@ -181,6 +198,7 @@ class RangeScheduler:
                     index=part.index,
                     samples=part.samples and not hop.next_worker,
                     blocks=tuple(visit.blocks[visit.blocks_sent :]),
+                    windowed_blocks=self._pool.unsent(part.request_id),
                     first_layer=hop.first_layer,
                 )
             )

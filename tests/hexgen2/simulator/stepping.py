@@ -15,6 +15,7 @@ from hexgen2.simulator.pipelined_replica import PipelinedReplica
 from hexgen2.simulator.records import Records, ReplicaRecord
 from hexgen2.workload.requests import Requests
 from runtime.routing.kv_budget import KvBudget
+from runtime.routing.windowed_room import WindowedAccount
 
 
 class Times:
@@ -59,12 +60,17 @@ class Clock:
 
 
 def engine_of(
-    rows, kv_tokens: int, places: int, batching: Batching | Policy = "mixed", times: Times | None = None
+    rows,
+    kv_tokens: int,
+    places: int,
+    batching: Batching | Policy = "mixed",
+    times: Times | None = None,
+    windowed: WindowedAccount | None = None,
 ):
     """An engine with its clock and records, for requests (arrival_s, isl, osl)."""
     arrival_s, isl, osl = (np.array(column) for column in zip(*rows, strict=True))
     records, clock = Records(Requests(arrival_s, isl, osl, "by hand")), Clock()
-    budget, record = KvBudget(kv_tokens, places), ReplicaRecord()
+    budget, record = KvBudget(kv_tokens, places, windowed=windowed), ReplicaRecord()
     if isinstance(batching, str):
         batching = Batching(batching)
     lengths, times = (isl.tolist(), osl.tolist()), times or Times()

@@ -21,6 +21,7 @@ from runtime.kv_cache.blocks import BlockPool
 from runtime.protocol.between_workers import Step
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Decode, Prefill
+from runtime.routing.kv_budget import KvBudget
 from runtime.worker.scheduled_request import Reservation
 from runtime.worker.scheduler import Scheduler
 
@@ -185,7 +186,9 @@ def test_a_prefill_replica_makes_every_step_that_the_runtime_makes(rows, stages,
     def begun(prompts, begun_s, _):
         steps.append((approx(begun_s), [tokens for _, tokens in prompts]))
 
-    prefiller = PrefillReplica(PREFILL, times, kv_tokens, ReplicaRecord(), clock.schedule, begun, computed)
+    prefiller = PrefillReplica(
+        PREFILL, times, KvBudget(kv_tokens, 99), ReplicaRecord(), clock.schedule, begun, computed
+    )
     reference = Reference(times, kv_tokens, 99, sent_s)
     for k, (at, isl, osl) in enumerate(rows):
         clock.schedule(at, lambda now, k, isl: prefiller.submit(k, isl, now), k, isl)

@@ -21,7 +21,7 @@ from cluster_specs.loader import resolve
 from cluster_specs.schema import AcceleratorSpec, ClusterSpec, NodeSpec
 from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
-from cost_model.lengths import BLOCK_TOKENS, first_kept
+from cost_model.lengths import BLOCK_TOKENS, first_kept, most_blocks
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Route
 from hexgen2.replica import EngineSettings
@@ -32,11 +32,12 @@ from hexgen2.workload.requests import Requests
 from runtime.checkpoint import checkpoint_folder
 from runtime.kv_cache.layout import held
 from runtime.kv_cache.pool import CacheShape
-from runtime.kv_cache.windows import most_blocks, numbered
+from runtime.kv_cache.windows import numbered
 from runtime.launcher.configure import configurations
 from runtime.options import EngineOptions
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import WindowedLayers
+from runtime.routing.kv_budget import kv_budgets
 
 SIZE, WINDOW, TOKENS, CHUNK = 8, 9, 40, 32
 WINDOWED = {"mistral": tuple(range(LAYERS)), "gemma3": (0, 1, 3, 4), "gpt_oss": (0, 2, 4), "qwen2": (2, 3, 4)}
@@ -201,7 +202,8 @@ def test_planned_and_stored_bytes_agree(tmp_path: Path, full: tuple[int, ...]) -
     assert apart is not None and apart.window == 64
     assert apart.layers == tuple(sorted(set(range(LAYERS_OF_8)) - set(full)))
     costs = placement.costs()
-    requests = told.kv_budget_tokens / costs.lengths.kv_tokens_decode()
+    (tokens,) = kv_budgets(placement).values()
+    requests = tokens / costs.lengths.kv_tokens_decode()
     model, stored = placement.model, list[int]()
     others = [layer for layer in range(LAYERS_OF_8) if layer not in apart.layers]
     for stage in told.stages:

@@ -6,8 +6,9 @@ import asyncio
 import random
 from collections import Counter
 
+import msgspec
 import pytest
-from checkpoints import VOCAB, greedy, write_llama, write_opt
+from checkpoints import VOCAB, WRITERS, greedy, write_llama, write_opt
 from live_fleet import tokens_of
 from range_fleet import range_fleet, ranges_placement
 
@@ -156,3 +157,36 @@ def test_requests_share_little_memory_without_waiting_for_each_other(tmp_path, p
             assert policy._took_s and all(seconds > 0 for seconds in policy._took_s.values())
 
     run(scenario)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_layers_with_a_window_keep_the_end_of_each_request(tmp_path, family):
+    """All of a model's layers, or four of five: replicas with room for two of these requests, if such layers
+    kept all tokens, run more of them at once, and no worker lacks blocks."""
+    folder, rng = WRITERS[family](tmp_path / "model"), random.Random(2)
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(150, 220))] for _ in range(10)]
+    placement, most = ranges_placement(folder, OVERLAPPING, FLOWS, True), 0
+
+    def short_of_memory(told):
+        windowed = msgspec.structs.replace(told.windowed, kv_budget_tokens=480)
+        small = {"max_prefill_tokens": 64, "max_mixed_tokens": 32, "kv_budget_tokens": 4800}
+        return msgspec.structs.replace(told, windowed=windowed, **small)
+
+    async def scenario():
+        nonlocal most
+        async with range_fleet(placement, folder, change=short_of_memory) as fleet:
+            requests = [fleet.submit(prompt, 16) for prompt in prompts]
+            asked = [asyncio.create_task(tokens_of(request)) for request in requests]
+            replicas = fleet.coordinator.replicas.values()
+            while not all(task.done() for task in asked):
+                most = max(most, *(len(each.held) for each in replicas))
+                await asyncio.sleep(0.002)
+            assert [task.result() for task in asked] == greedy(folder, prompts, 16)
+            assert not any(request.record.resumes for request in requests)
+            assert {request.record.path for request in requests} > {("a", "c")}
+            await fleet.settle()
+            assert sum(each.preemptions for each in replicas) == 0
+            assert all(each.free_blocks == 300 for each in replicas if each.free_blocks is not None)
+
+    run(scenario)
+    assert most >= 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from stage_shapes import stages
 
-from cost_model.lengths import first_kept
+from cost_model.lengths import first_kept, most_blocks
 from runtime.kv_cache.blocks import prefix_digests
-from runtime.kv_cache.windows import WindowedPool, most_blocks, numbered
+from runtime.kv_cache.windows import WindowedPool, numbered
 
 SIZE, WINDOW, RUNNING = 4, 6, 8
 TEXT = list(range(100, 140))

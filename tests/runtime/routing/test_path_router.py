@@ -18,6 +18,7 @@ from hexgen2.schedulers import PATH_SCHEDULERS
 from hexgen2.search.layer_ranges.max_flow import FlowValue
 from runtime.routing.paths.path_router import HIGH_WATER, PathRouter, layer_tokens
 from runtime.routing.paths.range_graph import COORDINATOR, RangeGraph
+from runtime.routing.windowed_room import WindowedRoom
 
 CASE = f"{Path(__file__).parents[2] / 'support' / 'helix_case.json'}#small"
 MANY = 1e12
@@ -193,3 +194,24 @@ def _reached(graph: RangeGraph) -> set[int]:
                 seen.add(name)
                 open_.append(name)
     return {graph.ranges[name][1] for name in seen}
+
+
+def test_layers_with_a_window_count_the_end_of_a_request(placed):
+    """A long request takes the same share of a replica as one that fills its window; a short one its own."""
+    rooms = {
+        name: WindowedRoom(tokens=400, window=16, running=32, block_tokens=8) for name in layer_tokens(placed)
+    }
+    whole = dict.fromkeys(rooms, 1e9)
+    router = PathRouter(placed, room=whole, high_water=1.0, block_tokens=8, windowed=rooms)
+    (beside,) = {room.beside_prompts for room in rooms.values()}
+    started = 0
+    while (path := router.pick(5000, 9000, 100)) is not None:
+        router.start(started, path, 5000, 100)
+        started += 1
+    fullest = max(len(requests) for requests in router.on.values())
+    assert fullest == beside // 32
+    for number in range(started):
+        assert router.overfull(number) is None
+        router.end(number)
+    assert not any(router._expected.values())
+    assert router.longest() > 100_000

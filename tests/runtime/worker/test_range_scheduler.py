@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from runtime.kv_cache.blocks import BlockPool
+from runtime.kv_cache.windows import WindowedPool
 from runtime.protocol.between_workers import ActivationPart
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import JoinPath, NextToken
@@ -193,3 +194,20 @@ def test_whatever_arrives_runs_once_and_in_order(seed):
     for name in alive:
         made.leave(name)
     assert pool.free == 10**4
+
+
+def test_layers_with_a_window_give_back_what_steps_have_passed():
+    """Whatever the length of a prompt, it holds no more of their blocks than its window and one step."""
+    window, running = 6, 16
+    pool = WindowedPool(100, (window - 1 + running) // SIZE + 2, SIZE, window, running, reuse=False)
+    made = RangeScheduler(running, 8, pool)
+    made.join(joining("a", tokens=range(150)), 0.0)
+    ended = 0
+    while (step := made.next_step()) is not None:
+        made.ran(step[1])
+        ended += sum(len(each.tokens) for each in step[0].sequences)
+    assert ended == 150 and not made.take_faults()
+    for position in range(150, 190):
+        made.next_token(NextToken(request_id="a", token=1, position=position, index=position - 149), 0.0)
+        made.ran(made.next_step()[1])
+    assert not made.take_faults() and made.leave("a") and pool.free == 100
