@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-POLL_S = 0.1
-"""Seconds after which somebody who waits looks at whether Ctrl-C was pressed."""
+POLL_S = 0.02
+"""Seconds after which somebody who waits looks at the clock."""
 
 Report = Callable[[Any], None]
 """Takes what the work has found so far, in case that it is not let to its end."""
@@ -79,13 +79,23 @@ class Background(Generic[T]):
         Exception : what the work raised
         RuntimeError : its process died
         """
-        if self._found:
-            return self._found[0]
-        if self._results is None:
+        self.wait()
+        return self._found[0]
+
+    @property
+    def done(self) -> bool:
+        """Whether the result is there."""
+        return bool(self._found)
+
+    def wait(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the work is done, or, if another process does it, until it is time to stop; then it is
+        cancelled. Errors are those of `result`."""
+        if self._results is None and not self._found:
             self._found.append(self._work(self._keep))
-            return self._found[0]
+        if self._found or self._results is None or self._results.closed:
+            return
         try:
-            while True:
+            while not stop():
                 if not self._results.poll(POLL_S):
                     continue
                 kind, value = self._results.recv()
@@ -93,7 +103,7 @@ class Background(Generic[T]):
                     self._latest = value
                 elif kind == "result":
                     self._found.append(value)
-                    return value
+                    return
                 else:
                     raise value
         except EOFError:
@@ -127,19 +137,16 @@ class Background(Generic[T]):
         self._latest = found
 
 
-def gather(works: Sequence[Background[Any]]) -> None:
-    """Let all of them end: while some run elsewhere, do here what no core was free for.
-
-    Raises
-    ------
-    as Background.result
-    """
+def gather(works: Sequence[Background[Any]], stop: Callable[[], bool] = lambda: False) -> None:
+    """Let all of them end: while some run elsewhere, do here what no core was free for. Once it is time to
+    stop, those that are not done are left so. Errors are those of Background.result."""
     for work in works:
         work.begin()
-        if not work.elsewhere:
-            work.result()
+        if not (work.elsewhere or stop()):
+            work.wait()
     for work in works:
-        work.result()
+        if work.elsewhere:
+            work.wait(stop)
 
 
 class Ahead(Generic[T]):

@@ -44,7 +44,7 @@ PARTITIONERS = (spectral_and_swaps, metis_partition)
 
 
 PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
-"""A flexible search begins with the best solutions of these."""
+"""A flexible search also looks for the best solutions of these, beside the rest."""
 OPEN_GAP = 0.02
 """With a larger gap to the bound, the rest of a time limit goes to the integer program and more search."""
 REFINED = 0.08
@@ -72,7 +72,7 @@ HEADROOM = 1.01
 
 
 class PureFound(NamedTuple):
-    """What a search among solutions of pure phases found, and how it ended."""
+    """What a search among solutions of pure phases found, if anything, and how it ended."""
 
     best: Evaluation | None
     stopping: Stopping
@@ -227,17 +227,11 @@ def _mix(state: SearchState, others: Mapping[str, Background]) -> None:
         # Where formulas prove a split to be best, colocated replicas may still serve more when simulated.
         wanted = {"colocated"} if state.incumbent.proved and _in_time(state) else set()
     try:
-        gather([others[name] for name in others if name in wanted])
-    except KeyboardInterrupt:
-        state.stopping.interrupt()
+        gather([others[name] for name in others if name in wanted], state.stopping.out_of_time)
+    finally:
         for phases in PURE:
-            state.take_pure(phases, others[phases].latest())
-        raise
-    for phases in PURE:
-        if phases in wanted:
-            found: PureFound = others[phases].result()
-            state.stopping.after(found.stopping)
-            state.take_pure(phases, found.best)
+            if phases in wanted:
+                _take_pure(state, phases, others[phases])
     for kind, best in greatest_first(state.pure.items(), lambda each: each[1].req_s):
         refine(state, best.solution, f"start all {kind}")
     state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
@@ -266,8 +260,7 @@ def _patience(state: SearchState) -> float:
 
 
 def _search_pure(state: SearchState, phases: Phases, seed: int, report: Report) -> PureFound:
-    """The best found among solutions with these phases only; None if there is none. Every improvement is
-    reported."""
+    """The best found among solutions with these phases only. Every improvement is reported."""
     params, patience = state.evaluator.params, _patience(state)
     if phases == "disaggregated" and len(state.evaluator.problem.usable) < 2:
         return PureFound(None, state.stopping.again())
@@ -278,6 +271,17 @@ def _search_pure(state: SearchState, phases: Phases, seed: int, report: Report) 
     climb_from_starts(pure)
     settle(pure, seed)
     return PureFound(pure.incumbent.best, pure.stopping)
+
+
+def _take_pure(state: SearchState, phases: Phases, search: Background[PureFound]) -> None:
+    """Offer what a search with these phases found; if it was not let to its end, what it reported last."""
+    if search.done:
+        found = search.result()
+        state.stopping.after(found.stopping)
+        state.take_pure(phases, found.best)
+    else:
+        state.stopping.hurried = True
+        state.take_pure(phases, search.latest())
 
 
 def climb_from_starts(state: SearchState) -> None:

@@ -49,7 +49,8 @@ def explore_parts(state: SearchState, seed: int) -> None:
 
 
 def _improve_pure(state: SearchState, phases: Phases, seed: int, starts: float, ends: float) -> None:
-    """Offer the best solution found with these phases only, until these shares of the time limit."""
+    """Offer the best solution found with these phases only, until these shares of the time limit. Here, and
+    not in the background: beside a process of a large cluster, this one would take longer, too."""
     pure = state.restricted_to(phases, starts, ends)
     pure.spend(state.evaluator.params.effort)
     try:
