@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
+from hexgen2.search.bounds.partitions import PartitionBound
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.budget import Budget
 from hexgen2.search.evaluation import Evaluation
@@ -31,6 +32,7 @@ class SearchState:
     improved_at : effort when the best last improved
     elsewhere : effort of searches in parts of the cluster, less what does not count
     started_by_parts : whether the groups of each part by itself were offered
+    partitions : the bound over partitions of a few nodes that are all different, once it is known
     keeps_finalists : whether finalists are kept without latency targets, too
     progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the best
     stays in the incumbent.
@@ -48,6 +50,7 @@ class SearchState:
     improved_at: float = 0.0
     elsewhere: float = 0.0
     started_by_parts: bool = False
+    partitions: PartitionBound | None = None
 
     @property
     def best_req_s(self) -> float:
@@ -93,6 +96,17 @@ class SearchState:
         """Keep the upper bound if it is the tightest."""
         if self.incumbent.tighten(bound) and self.progress and self.incumbent.best:
             self.progress(self)
+
+    @contextmanager
+    def until(self, share: float) -> Iterator[None]:
+        """What is done within this share of the time limit."""
+        whole = self.stopping
+        self.stopping = whole.only_until(share)
+        try:
+            yield
+        finally:
+            whole.after(self.stopping)
+            self.stopping = whole
 
     def reached(self) -> bool:
         """Whether the best carries the target."""

@@ -33,6 +33,7 @@ from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.latency import explore_latency
+from hexgen2.strategies.partitions import SEARCHED, bound_by_partitions, try_partitions
 from hexgen2.strategies.parts import explore_parts, has_parts
 
 NAME = "hexgen2"
@@ -45,6 +46,8 @@ PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search begins with the best solutions of these."""
 OPEN_GAP = 0.02
 """With a larger gap to the bound, the rest of a time limit goes to the integer program and more search."""
+LOOSE_GAP = 0.15
+"""With a larger gap to the bound by partitions, the linear program may know a tighter one."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
 LISTED, PARTS_LISTED = 0.25, 0.65
@@ -147,7 +150,8 @@ def explore(state: SearchState, seed: int) -> None:
     bound_last = not large and state.stopping.time_limit_s is None
     if bound_last:
         evaluator.relaxed.enough = math.inf
-    state.bounded_by(evaluator.relaxed.upper_bound())
+    if by_parts or not bound_by_partitions(state) or not state.incumbent.within(LOOSE_GAP):
+        state.bounded_by(evaluator.relaxed.upper_bound())
     state.spend(params.effort * patience, params.close_gap if large else 0.0)
     if by_parts:
         explore_parts(state, seed)
@@ -155,13 +159,18 @@ def explore(state: SearchState, seed: int) -> None:
     if evaluator.problem.phases == "flexible":
         for phases in PURE:
             # Where formulas prove a split to be best, colocated replicas may still serve more when simulated.
+            if phases in state.pure or (state.partitions and state.stopping.spent(PURE_UNTIL[phases][0])):
+                continue
             if not state.finished() or (phases == "colocated" and state.incumbent.proved and _in_time(state)):
                 _search_pure(state, phases, seed)
         for kind, found in greatest_first(state.pure.items(), lambda pure: pure[1].req_s):
             refine(state, found.solution, f"start all {kind}")
         state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
-    climb_from_starts(state)
-    settle(state, seed)
+    with state.until(SEARCHED if state.partitions else 1.0):
+        if state.partitions and state.incumbent.best:
+            refine(state, state.incumbent.best.solution, "start from a partition")
+        climb_from_starts(state)
+        settle(state, seed)
     if bound_last and state.incumbent.best and not state.incumbent.proved:
         _refine_bound(state, REFINED)
 
@@ -172,6 +181,10 @@ def _in_time(state: SearchState) -> bool:
 
 def _refine_bound(state: SearchState, gap: float) -> None:
     """Refine the bound until the best is this close to it."""
+    if state.partitions:
+        if not state.incumbent.within(gap):
+            try_partitions(state)
+        return
     best, relaxed = state.incumbent.best, state.evaluator.relaxed
     relaxed.enough = best.req_s / (1 - gap) if best else 0.0
     state.bounded_by(relaxed.upper_bound())
@@ -235,6 +248,8 @@ def _certify(state: SearchState, seed: int) -> None:
     same search."""
     params = state.evaluator.params
     _refine_bound(state, 0.0)
+    if state.partitions:
+        return
     best = state.incumbent.best
     solution, limit = state.evaluator.relaxed.whole(
         branches=params.certify_branches,
