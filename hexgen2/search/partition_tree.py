@@ -55,7 +55,7 @@ class PartitionTree:
         self._expand(_Branch((), len(parts) - 1), self._limit)
         opened = 0
         while self._open and not state.stopping.out_of_time():
-            if most is not None and opened >= most or not exceeds(-self._open[0][0], state.best_req_s):
+            if (most is not None and opened >= most) or not exceeds(-self._open[0][0], state.best_req_s):
                 break
             opened += 1
             self._open_next()

@@ -46,8 +46,6 @@ PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search begins with the best solutions of these."""
 OPEN_GAP = 0.02
 """With a larger gap to the bound, the rest of a time limit goes to the integer program and more search."""
-LOOSE_GAP = 0.15
-"""With a larger gap to the bound by partitions, the linear program may know a tighter one."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
 LISTED, PARTS_LISTED = 0.25, 0.65
@@ -150,7 +148,7 @@ def explore(state: SearchState, seed: int) -> None:
     bound_last = not large and state.stopping.time_limit_s is None
     if bound_last:
         evaluator.relaxed.enough = math.inf
-    if by_parts or not bound_by_partitions(state) or not state.incumbent.within(LOOSE_GAP):
+    if by_parts or not bound_by_partitions(state):
         state.bounded_by(evaluator.relaxed.upper_bound())
     state.spend(params.effort * patience, params.close_gap if large else 0.0)
     if by_parts:

@@ -14,10 +14,10 @@ from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.partition_tree import PartitionTree
 from hexgen2.search.state import SearchState
 
-LOOKED, COLOCATED, STARTS, SEARCHED = 0.4, 0.4, 0.7, 0.8
-"""Shares of the time limit: after the first, all groups have to be looked at; the second, of what is left then,
-is for the best colocated groups; after the third the starts are those found so far, and after the last comes
-branch and bound."""
+LOOKED, COLOCATED, STARTS, SEARCHED = 0.3, 0.4, 0.6, 0.8
+"""Shares of the time limit: after the first, all groups have to be looked at; the second, of what is left
+then, is for the best colocated groups; after the third the starts are those found so far, and after the last
+comes branch and bound."""
 PACE_KNOWN = 0.05
 """Share of the time limit after which the pace says whether there is time to look at all groups."""
 PLANNED, OPENED = 3000, 20_000

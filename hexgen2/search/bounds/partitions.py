@@ -10,9 +10,9 @@ is given up is that the same requests are computed and decoded). subsets.py find
 whole groups on the nodes that they are on, so that links inside a group count as they are; the least of all w
 is the bound. It is tighter than a linear program where only a few groups fit.
 
-A group sends p - d of its KV caches more than it receives. Each leaves the nodes of all its layers: if all
-GPUs of these are in the group, by links to other nodes. So in a plan with a share s_n of all layers on node n,
-at most min over n of c_n / s_n leave, where c_n are the KV caches/s that the network card of node n and its
+A group sends p - d KV caches/s more than it receives. Each leaves the nodes of all its layers: if all GPUs
+of these are in the group, by links to other nodes. So in a plan with a share s_n of the layers on node n, at
+most min over n of c_n / s_n leave, where c_n are the KV caches/s that the network card of node n and its
 links to nodes outside of the group carry; whatever the plan, at most the sum of c_n, since the shares add up
 to 1. The same holds for what arrives. The shares of a colocated group are those of its plan; others may have
 the order of their stages changed, and their layers with it.
@@ -41,6 +41,9 @@ from hexgen2.search.planning.plan import GroupPlan, Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.ties import first_largest
 
+FEWEST_NODES, DIFFERENT = 8, 0.25
+"""Fewer nodes are not worth the trouble, and neither are those with fewer different links between them than
+this share of all ordered pairs: there, patterns over classes of nodes say as much."""
 MOST_PAIRS = 60_000_000
 """Pairs of a part of all GPUs and a group in it that there is time for: 3 to the power of 16 single GPUs."""
 MOST_GROUPS = 25_000
@@ -56,7 +59,7 @@ GRID = 257
 BESIDE = (0.05, 0.12)
 """How far from the best w others are looked at, for parts of all groups."""
 DIGITS = 9
-"""Of what a group may be worth beside others, relative to the bound, in the order in which groups are planned."""
+"""Of what partitions with a group may be worth, relative to the bound, where groups are put in order."""
 
 GroupInRole = tuple[int, int]
 """The number of a group's GPUs (see Subsets), and that of its role among the problem's."""
@@ -95,10 +98,11 @@ class PartitionBound:
 
     @staticmethod
     def fits(planner: Planner, problem: Problem) -> bool:
-        """Whether there is time for all partitions, and nodes are all different, so that there is no shorter
-        way."""
-        nodes = len(problem.node_gpus)
-        if len(planner.classes.nodes) < nodes or problem.targets.given:
+        """Whether there is time for all partitions, and the links between nodes are all different, so that
+        there is no shorter way."""
+        nodes, kinds = len(problem.node_gpus), problem.link_kinds[0]
+        different = len(np.unique(kinds[~np.eye(nodes, dtype=bool)]))
+        if nodes < FEWEST_NODES or different < nodes * (nodes - 1) * DIFFERENT or problem.targets.given:
             return False
         groups = sum(map(planner.classes.count_patterns, range(1, planner.span + 1)))
         sizes = [len(gpus) for gpus in problem.node_gpus]
@@ -128,7 +132,7 @@ class PartitionBound:
             costs.stage_memory("decode", TensorGroup(accelerator, 1, NO_LINK), first=True, last=True)
             for accelerator in self.problem.node_accelerator
         ]
-        room = (counts * np.array([each.limit for each in memory])).sum(axis=1)
+        room = np.cumsum(counts * np.array([each.limit for each in memory]), axis=1)[:, -1]
         weights = min(each.per_layer for each in memory) * self.problem.model.layers
         nodes = (counts > 0).sum(axis=1)
         return np.flatnonzero((nodes > 0) & (nodes <= self._planner.span) & (room >= weights))
@@ -193,7 +197,9 @@ class PartitionBound:
         1."""
         return np.stack([(price * able[:, 0] + (1 - price) * able[:, 1]).max(axis=0) for able in self._able])
 
-    def tightened(self, stop: Callable[[], bool], known: Callable[[], float], most: int) -> Iterator[Solution]:
+    def tightened(
+        self, stop: Callable[[], bool], known: Callable[[], float], most: int
+    ) -> Iterator[Solution]:
         """The best partitions for one price of a prompt after the other, as groups get plans and the bound
         tightens: until it is as tight as it gets, so many groups are planned, or it is time to stop.
 
@@ -327,9 +333,10 @@ class _KvLimits:
         if self._limited:
             links = problem.shared_links.capacity_bytes_s[: nodes**2].reshape(nodes, nodes).copy()
             np.fill_diagonal(links, 0.0)
-            self._links, self._cards = links / kv_bytes, (problem.cluster.card_bytes_s / kv_bytes).tolist()
-            self._all = list(zip(self._links.sum(axis=1).tolist(), self._links.sum(axis=0).tolist(), strict=True))
-            self._pairs = self._links.tolist()
+            self._cards = (problem.cluster.card_bytes_s / kv_bytes).tolist()
+            self._pairs = (links / kv_bytes).tolist()
+            into = zip(*self._pairs, strict=True)
+            self._all = [(math.fsum(a), math.fsum(b)) for a, b in zip(self._pairs, into, strict=True)]
 
     def of_any_plan(self, counts: NodeCounts) -> _Carried:
         """The sum over the nodes of a group."""

@@ -65,7 +65,7 @@ class Subsets:
         """
         (high, low), cases = self._shape, worth.shape[1]
         group = worth.reshape(high, low, cases)
-        able = group.any(axis=(1, 2))
+        able = np.asarray(group.any(axis=(1, 2)))
         found = np.zeros_like(group)
         inside, taken = self._low_pairs
         begins = np.searchsorted(inside, np.arange(low))

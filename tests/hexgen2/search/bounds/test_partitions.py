@@ -13,6 +13,7 @@ from problems import problems
 from benchmarks.search.ordinary import drawn
 from cluster_specs.schema import ClusterSpec
 from cost_model.errors import InfeasibleError
+from hexgen2.goal import Goal
 from hexgen2.search.bounds.partitions import PartitionBound
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.partition_tree import PartitionTree
@@ -91,3 +92,23 @@ def test_prices_bound_parts_of_all_groups():
     assert worth.shape == (len(prices), len(bound.roles), len(bound.subsets))
     assert best.shape == (len(prices), len(bound.subsets))
     assert bound.req_s == pytest.approx(min(bound.req_s, best[:, -1].min()))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model", "fits"),
+    [
+        ("boxes-16", "llama-3-8b", True),
+        ("boxes-16", "opt-30b", True),
+        ("boxes-40", "opt-30b", False),
+        ("hexgen2-setting-1", "llama-2-70b", False),
+        ("helix-geo-24", "llama-2-70b", False),
+    ],
+)
+def test_few_nodes_with_different_links_fit(cluster, model, fits):
+    family, *size = cluster.split("-")
+    spec = ClusterSpec.model_validate(drawn(family, int(size[0]), 3)) if family == "boxes" else cluster
+    problem = make_problem(spec, model, "HPLD", phases="flexible")
+    planner = Evaluator(problem).planner
+    assert PartitionBound.fits(planner, problem) == fits
+    late = replace(problem, goal=Goal(ttft_ms=2000, tpot_ms=100, objective="goodput"))
+    assert not PartitionBound.fits(planner, late)
