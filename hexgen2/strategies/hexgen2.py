@@ -148,7 +148,11 @@ def explore(state: SearchState, seed: int) -> None:
     bound_last = not large and state.stopping.time_limit_s is None
     if bound_last:
         evaluator.relaxed.enough = math.inf
+    began = state.stopping.spent_share
     if by_parts or not bound_by_partitions(state):
+        if not by_parts:  # What went into partitions in vain is not taken from the program.
+            lost = state.stopping.spent_share - began
+            evaluator.relaxed.stop = partial(state.stopping.spent, LISTED + lost)
         state.bounded_by(evaluator.relaxed.upper_bound())
     state.spend(params.effort * patience, params.close_gap if large else 0.0)
     if by_parts:

@@ -4,17 +4,20 @@ last. Beyond the paper."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from hexgen2.placement import OPTIMAL
 from hexgen2.search.bounds.partitions import PartitionBound
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.partition_tree import PartitionTree
 from hexgen2.search.state import SearchState
+from hexgen2.search.ties import exceeds
 
-LOOKED, COLOCATED, STARTS, SEARCHED = 0.3, 0.4, 0.6, 0.8
+LOOKED, COLOCATED, STARTS, SEARCHED = 0.3, 0.4, 0.55, 0.8
 """Shares of the time limit: after the first, all groups have to be looked at; the second, of what is left
 then, is for the best colocated groups; after the third the starts are those found so far, and after the last
 comes branch and bound."""
@@ -39,10 +42,12 @@ def bound_by_partitions(state: SearchState) -> bool:
     bound = PartitionBound(planner, problem)
     if not bound.look(partial(_late, state, stopping.spent_share)):
         return False
-    state.partitions = bound
     if problem.phases == "flexible":
         _offer_colocated(state)
     _offer(state, bound, partial(stopping.spent, STARTS))
+    if bound.req_s == math.inf:
+        return False
+    state.partitions = bound
     span = planner.span
     limited = (f"a replica spans at most {span} nodes",) if span < len(problem.node_gpus) else ()
     state.bounded_by(UpperBound(bound.req_s, "partitions", (*ASSUMPTIONS, *limited)))
@@ -50,13 +55,14 @@ def bound_by_partitions(state: SearchState) -> bool:
 
 
 def _offer_colocated(state: SearchState) -> None:
-    """Offer the best partitions of colocated replicas, which are soon known: no KV cache moves."""
+    """Offer the best partitions of colocated replicas, which are soon known, since no KV cache moves. Once
+    the best is proved, nobody has to look for it."""
     evaluator, stopping = state.evaluator, state.stopping
     bound = PartitionBound(evaluator.planner, replace(evaluator.problem, phases="colocated"))
     bound.look(lambda looked: False)
     until = stopping.spent_share + COLOCATED * (1 - stopping.spent_share)
     best = _offer(state, bound, partial(stopping.spent, until))
-    if best is not None:
+    if best is not None and not exceeds(bound.req_s, best.req_s * (1 + OPTIMAL)):
         state.pure["colocated"] = evaluator.each_alone(best)
 
 
