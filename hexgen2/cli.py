@@ -22,7 +22,7 @@ from hexgen2.commands.probe import probe
 from hexgen2.commands.search import search
 from hexgen2.commands.show import list_, show
 from hexgen2.commands.simulate import simulate
-from hexgen2.terminal import echo, fail
+from hexgen2.terminal import NOTHING_LEFT, echo, fail, leave
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,10 +42,17 @@ cycles, and take up to a fifth longer where it looks after 700, the default."""
 
 
 def main() -> None:
-    """Entry point: every expected error is one line on stderr and an exit code (2, 3 or 130)."""
+    """Entry point."""
+    if run() == NOTHING_LEFT:
+        leave()
+
+
+def run() -> object:
+    """Run the command that the arguments name, and return what it returns: every expected error is one line
+    on stderr and an exit code (2, 3 or 130)."""
     gc.set_threshold(NEW_OBJECTS)
     try:
-        cli.main(standalone_mode=False)
+        return cli.main(standalone_mode=False)
     except HexGen2Error as error:
         fail(str(error))
         sys.exit(error.exit_code)

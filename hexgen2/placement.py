@@ -163,13 +163,13 @@ class BoundRecord(_Strict):
     With the objective "cost", price_per_hour is what any rental that carries the load costs at least. Of
     ranges of layers, total_tok_s is the bound on the tokens/s of prompts and answers together.
     method : "rates" of single GPUs, a "linear program" over replicas, an "integer program" over whole ones,
-        or "enumeration" of all placements
+        all "partitions" of the nodes as far as they were not tried, or "enumeration" of all placements
     kv_free_req_s : what the linear program gives if KV transfers took no time
     """
 
     req_s: Figure
     gap: Annotated[float, between(-LARGEST, LARGEST)]
-    method: Literal["rates", "linear program", "integer program", "enumeration"] = "rates"
+    method: Literal["rates", "linear program", "integer program", "partitions", "enumeration"] = "rates"
     kv_free_req_s: Annotated[float, between(0, LARGEST)] | None = None
     assumptions: list[Prose]
     price_per_hour: Figure | None = None

@@ -17,8 +17,20 @@ from cost_model.printable import one_line, printable, printable_json
 
 BEGAN_S = time.monotonic()
 """When the command began, up to the start of Python."""
+NOTHING_LEFT = "nothing left"
+"""What a command returns that has printed all, and has nothing to close."""
 QUIET = f"{__name__}.quiet"
 """Where a click context notes that --quiet was given."""
+
+
+def leave() -> None:
+    """End the process now. To free what a search remembers, object by object, takes Python up to a second."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # Nobody reads any more.
+            os._exit(1)
+    os._exit(0)
 
 
 def silence_libraries() -> None:

@@ -55,7 +55,7 @@ def rounded(value: Any) -> Any:
 
 def answer(arguments: list[str]) -> dict[str, Any]:
     """Exit code, digests of what the command printed and wrote, and a digest of the output at six digits."""
-    from hexgen2.cli import main
+    from hexgen2.cli import run
 
     if LOST in arguments:
         replicas = json.loads(Path(arguments[arguments.index("--from") + 1]).read_text())["replicas"]
@@ -64,7 +64,7 @@ def answer(arguments: list[str]) -> dict[str, Any]:
     sys.argv = ["hexgen2", *arguments]
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
-            main()
+            run()
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
     text = printed.getvalue()

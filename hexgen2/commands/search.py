@@ -26,7 +26,7 @@ from hexgen2.commands.options import (
     output_option,
 )
 from hexgen2.goal import OBJECTIVES, SMALLEST, Goal, make_goal
-from hexgen2.terminal import BEGAN_S, echo_json, note, silence_libraries
+from hexgen2.terminal import BEGAN_S, NOTHING_LEFT, echo_json, note, silence_libraries
 
 _what = options("What to place")
 _goal = options("What to optimise")
@@ -176,7 +176,7 @@ _detail = options("Modelling details")
     is_flag=True,
     help="With --strategy helix: maximise what is kept up once KV caches are full, in place of the flow.",
 )
-def search(output: Path | None, as_json: bool, previous: Path | None, **asked: Any) -> None:
+def search(output: Path | None, as_json: bool, previous: Path | None, **asked: Any) -> str:
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
     from hexgen2.search.stopping import ctrl_c_ends_searches
     from hexgen2.strategies.registry import find_strategy
@@ -197,6 +197,7 @@ def search(output: Path | None, as_json: bool, previous: Path | None, **asked: A
         from hexgen2.report.placement import make_console, print_placement
 
         print_placement(placement, make_console())
+    return NOTHING_LEFT
 
 
 def _new(lost: str, added: str, horizon_s: float, load_gbyte_s: float, **asked: Any):

@@ -19,7 +19,7 @@ from cost_model.errors import InfeasibleError
 from hexgen2.cluster import Cluster
 from hexgen2.goal import OBJECTIVES
 from hexgen2.placement import Placement
-from hexgen2.search.background import Background, Report, gather
+from hexgen2.search.background import Background, Report, free_cores, gather
 from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
@@ -35,6 +35,11 @@ from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
 from hexgen2.strategies.base import SearchOptions, promised, run_search
 from hexgen2.strategies.latency import explore_latency
+from hexgen2.strategies.partitions import (
+    PartitionsFound,
+    partitions_matter,
+    search_partitions,
+)
 from hexgen2.strategies.parts import explore_parts, has_parts
 
 NAME = "hexgen2"
@@ -57,8 +62,8 @@ PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
 has the second for that in any case."""
 FIRST = 0.1
 """Share of the time limit for a first answer of colocated replicas, and for one of the others."""
-REFINED_BOUND = "bound"
-"""The name of what else runs beside the search, where cores are free."""
+REFINED_BOUND, PARTITIONS = "bound", "partitions"
+"""Names of what else runs beside the search, where cores are free."""
 LINEAR_UNTIL = 0.4
 """Share of the time limit after which the linear program's start is taken as far as it has come."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
@@ -189,7 +194,11 @@ def explore(state: SearchState, seed: int, certified: bool = False) -> None:
     flexible = evaluator.problem.phases == "flexible" and not by_parts
     if flexible:
         evaluator.relaxed.list_columns()  # All of them share these.
-        others = {phases: Background(partial(_search_pure, state, phases, seed)) for phases in PURE}
+    limited = state.stopping.time_limit_s is not None
+    if not by_parts and (certified or (limited and free_cores())) and partitions_matter(state):
+        others[PARTITIONS] = Background(partial(search_partitions, state))
+    if flexible:
+        others |= {phases: Background(partial(_search_pure, state, phases, seed)) for phases in PURE}
     try:
         state.bounded_by(evaluator.relaxed.upper_bound())
         state.spend(params.effort * _patience(state), params.close_gap if large else 0.0)
@@ -206,6 +215,8 @@ def explore(state: SearchState, seed: int, certified: bool = False) -> None:
         settle(state, seed)
         if REFINED_BOUND in others and not state.incumbent.proved:
             state.bounded_by(others[REFINED_BOUND].result())
+        if PARTITIONS in others and not state.incumbent.proved:
+            _take_partitions(state, others[PARTITIONS])
     finally:
         for search in others.values():
             search.cancel()
@@ -222,7 +233,7 @@ def _mix(state: SearchState, others: Mapping[str, Background]) -> None:
         whole.after(state.stopping)
         state.stopping = whole
     state.spend(params.effort * patience, stale_effort=math.inf)
-    wanted = set(others)
+    wanted = set(PURE)
     if state.finished():
         # Where formulas prove a split to be best, colocated replicas may still serve more when simulated.
         wanted = {"colocated"} if state.incumbent.proved and _in_time(state) else set()
@@ -282,6 +293,18 @@ def _take_pure(state: SearchState, phases: Phases, search: Background[PureFound]
     else:
         state.stopping.hurried = True
         state.take_pure(phases, search.latest())
+
+
+def _take_partitions(state: SearchState, search: Background[PartitionsFound]) -> None:
+    """Take the bound and the best solution of a search over partitions."""
+    search.wait(state.stopping.out_of_time)
+    found: PartitionsFound | None = search.result() if search.done else search.latest()
+    if found is not None:
+        if found.best is not None:
+            again = state.evaluator.evaluate(found.best.solution, found.best)
+            state.offer(again, "best partition")
+        if found.bound is not None:
+            state.bounded_by(found.bound)
 
 
 def climb_from_starts(state: SearchState) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from unittest import mock
 
-from hexgen2.cli import main
+from hexgen2.cli import run
 
 HEXGEN2 = str(Path(sys.executable).with_name("hexgen2"))
 """The installed command line."""
@@ -31,7 +31,7 @@ def hexgen2(*arguments: object) -> CompletedProcess[str]:
         warnings.simplefilter("error", RuntimeWarning)
         with mock.patch.object(sys, "argv", words):
             try:
-                main()
+                run()
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return CompletedProcess(words, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))

@@ -54,7 +54,7 @@ class Column:
         corners = self.region.corners if self.region else ()
         for most, sign in ((self.most_sent, 1.0), (self.most_received, -1.0)):
             if corners and most < math.inf:
-                corners = _cut(corners, most, sign)
+                corners = cut(corners, most, sign)
         return corners
 
     @cached_property
@@ -66,7 +66,7 @@ class Column:
         return tuple(used.items())
 
 
-def _cut(corners: Sequence[Point], most: float, sign: float) -> tuple[Point, ...]:
+def cut(corners: Sequence[Point], most: float, sign: float) -> tuple[Point, ...]:
     """The corners of the part of a polygon, of these corners and (0, 0), where sign (p - d) is at most
     `most`."""
     ring = [(0.0, 0.0), *corners]

@@ -347,9 +347,13 @@ class Planner:
         return self._limits[key]
 
     def look_ahead(
-        self, roles: Sequence[str], groups: Iterable[NodeCounts], stop: Callable[[], bool] = lambda: False
+        self,
+        roles: Sequence[str],
+        groups: Iterable[NodeCounts],
+        stop: Callable[[], bool] = lambda: False,
+        at_once: int = AT_ONCE,
     ) -> None:
-        """Find out what no plan of these groups in these roles exceeds, before `limit` and `plan` ask: all
+        """Find out what no plan of these groups in these roles exceeds, before `limit` and `plan` ask: many
         together, which is much faster than one after the other. Until it is time to stop."""
         left: dict[tuple, tuple[NodeCounts, list[int]]] = {}
         for counts in groups:
@@ -358,7 +362,7 @@ class Planner:
                 if any((role, *alike, self._limited_by) not in self._candidates for role in roles):
                     left.setdefault(alike, (like, nodes))
         keys = iter(left)
-        while not stop() and (some := list(itertools.islice(keys, AT_ONCE))):
+        while not stop() and (some := list(itertools.islice(keys, at_once))):
             self._look_at(roles, {key: left[key] for key in some})
 
     def _candidates_of(self, role: str, counts: NodeCounts, nodes: list[int], alike: tuple) -> Candidates:
