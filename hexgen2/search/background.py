@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +37,8 @@ class _Running:
 def free_cores() -> int:
     """Cores on which more work could run at once: none in a process that works in the background itself."""
     if _Running.here or not sys.platform.startswith("linux") or threading.active_count() > 1:
+        return 0
+    if current_process().daemon:  # A worker of a pool, for example: it may have no processes of its own.
         return 0
     return max(0, len(os.sched_getaffinity(0)) - 1 - _Running.count)
 

@@ -73,8 +73,8 @@ class Params:
     perturbations: int = 100
     perturbation_steps: int = 3
 
-    disaggregated_effort: float = 600
-    colocated_effort: float = 800
+    disaggregated_effort: float = 1500
+    colocated_effort: float = 1000
     linear_effort: float = 300
     stale_effort: float = 1000
 

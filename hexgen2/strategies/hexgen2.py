@@ -246,6 +246,8 @@ def _mix(state: SearchState, others: Mapping[str, Background]) -> None:
     for kind, best in greatest_first(state.pure.items(), lambda each: each[1].req_s):
         refine(state, best.solution, f"start all {kind}")
     state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
+    if len(state.evaluator.problem.usable) > 1:
+        climb_from_partitions(state)
 
 
 def _in_time(state: SearchState) -> bool:
@@ -315,6 +317,11 @@ def climb_from_starts(state: SearchState) -> None:
         first = whole_nodes(evaluator, stop=state.stopping.out_of_time)
         refine(state, first, "start with whole nodes")
         return
+    climb_from_partitions(state)
+
+
+def climb_from_partitions(state: SearchState) -> None:
+    """Refine the paper's starts."""
     sizes = start_sizes(state.evaluator.problem)
     for groups, partitioner in zip(sizes, itertools.cycle(PARTITIONERS), strict=False):
         if state.finished():

@@ -1,5 +1,6 @@
 """Work in another process gives what it would give here, and leaves nothing behind."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ import pytest
 import hexgen2
 from cost_model.errors import InfeasibleError
 from hexgen2.search import background
-from hexgen2.search.background import Ahead, Background, free_cores
+from hexgen2.search.background import Ahead, Background, free_cores, gather
 
 LIMIT_S = 60.0
 
@@ -55,6 +56,25 @@ def test_without_a_free_core_work_is_done_when_it_is_asked_for(one_core):
 
 def test_no_process_is_forked_from_one_that_works_in_the_background(cores):
     assert Background(lambda report: free_cores()).result() == 0
+
+
+def test_workers_of_a_pool_fork_nothing(cores):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(free_cores) == 0
+
+
+def test_waiting_ends_when_it_is_time_to_stop(cores):
+    work = Background(lambda report: time.sleep(LIMIT_S))
+    looks = iter((False, True))
+    work.wait(lambda: next(looks))
+    assert not work.done and free_cores() == 2
+
+
+def test_gathering_does_here_what_no_core_is_free_for(cores):
+    works = [Background(lambda report: os.getpid()) for _ in range(4)]
+    gather(works)
+    pids = [work.result() for work in works]
+    assert all(work.done for work in works) and pids.count(os.getpid()) >= 1 and len(set(pids)) >= 2
 
 
 def test_errors_of_the_work_are_raised_here(cores, monkeypatch):

@@ -11,6 +11,7 @@ from stepping import Times, engine_of
 
 from cluster_specs.loader import resolve
 from cluster_specs.schema import ClusterSpec, NodeSpec
+from cost_model.architecture import ModelArchitecture
 from cost_model.lengths import Window
 from cost_model.models import shipped_model
 from hexgen2.cluster import Cluster
@@ -27,8 +28,9 @@ WINDOW = 256
 
 def planned(names: dict[str, int], full: tuple[int, ...], window: int | None = WINDOW) -> Placement:
     """These replicas, of so many stages each, with the window in all layers but some; for short requests."""
-    model = shipped_model("opt-30b")
-    model = model.model_copy(update={"sliding_window": window, "full_attention_layers": full})
+    # Not a copy, which would keep what was computed of the model without windows.
+    layers = {"sliding_window": window, "full_attention_layers": full}
+    model = ModelArchitecture(**{**shipped_model("opt-30b").model_dump(), **layers})
     card = CORE.model_copy(
         update={
             "memory_gib": 85 / max(names.values()),

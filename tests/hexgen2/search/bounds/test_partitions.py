@@ -20,6 +20,7 @@ from hexgen2.search.partition_tree import PartitionTree
 from hexgen2.search.problem import ROLES, Problem, make_problem
 from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.partitions import search_partitions
 from hexgen2.strategies.registry import find_strategy
 
 
@@ -80,6 +81,19 @@ def test_a_bound_that_is_cut_short_is_still_one():
     PartitionTree(state, bound).search(most=3)
     assert state.bound_req_s is not None and best <= state.bound_req_s * (1 + 1e-9)
     assert not PartitionBound(state.evaluator.planner, problem).look(lambda looked: True)
+
+
+def test_a_search_beside_another_reports_what_it_finds_and_leaves_the_other_alone():
+    cluster = ClusterSpec.model_validate(drawn("boxes", 6, 1))
+    problem = make_problem(cluster, "llama-3-8b", "HPLD", phases="flexible")
+    best, state, reported = exhaustive(problem), SearchState(Evaluator(problem)), []
+    found = search_partitions(state, reported.append)
+    assert found.best.req_s == pytest.approx(best, rel=1e-6) == found.bound.req_s
+    assert state.best_req_s == state.effort == 0 and state.bound_req_s is None
+    values = [each.best.req_s for each in reported if each.best]
+    assert values == sorted(values) and values[-1] == found.best.req_s
+    for each in reported:
+        assert each.bound is None or best <= each.bound.req_s * (1 + 1e-9)
 
 
 def test_prices_bound_parts_of_all_groups():
