@@ -121,7 +121,10 @@ class Background(Generic[T]):
                     kind, value = self._results.recv()
                 except EOFError:
                     break
-                self._latest = value if kind == "report" else self._latest
+                if kind == "result":  # It ended just when nobody wanted to wait any more.
+                    self._found.append(value)
+                elif kind == "report":
+                    self._latest = value
         return self._latest
 
     def cancel(self) -> None:

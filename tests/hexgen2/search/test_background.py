@@ -70,6 +70,13 @@ def test_waiting_ends_when_it_is_time_to_stop(cores):
     assert not work.done and free_cores() == 2
 
 
+def test_a_result_that_came_before_it_was_time_to_stop_counts(cores):
+    work = Background(lambda report: "found")
+    work._process.join(LIMIT_S)
+    work.wait(lambda: True)
+    assert work.done and work.result() == "found" and free_cores() == 2
+
+
 def test_gathering_does_here_what_no_core_is_free_for(cores):
     works = [Background(lambda report: os.getpid()) for _ in range(4)]
     gather(works)
