@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from cost_model.portable import exp
 
 PipelineSemantics = Literal["literal", "pipelined", "paper_optimistic"]
-CHUNKS = (512, 1024, 2048)
+CHUNKS = (128, 192, 256, 384, 512, 768, 1024, 2048)
 """Tokens of a prompt in a mixed step of a colocated replica that are worth trying."""
 _EXACT = 1 - 1e-9
 """Sums of equal stage times may exceed a multiple by rounding."""

@@ -214,8 +214,8 @@ def _of_replica(
         arguments += ["--data-parallel-size", str(groups), "--api-server-count", "1"]
     if replica.stages[0].expert_parallel > 1:
         arguments += ["--enable-expert-parallel"]
-    if replica.role == "prefill":
-        arguments += ["--max-num-batched-tokens", str(max(replica.engine.step_tokens, requests))]
+    if replica.role != "decode":
+        arguments += ["--max-num-batched-tokens", str(_step_tokens(replica, requests))]
     weights = placement.model.weight_type
     if weights not in SIXTEEN_BIT and around.checkpoint_weights not in (None, weights):
         arguments += ["--quantization", weights]
@@ -253,6 +253,15 @@ def _of_replica(
             environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)
         processes.append(VllmProcess(replica.id, node, rank, port, (*arguments, *where), environment))
     return processes
+
+
+def _step_tokens(replica: Replica, requests: int) -> int:
+    """Most tokens in one of vLLM's steps, so that as many of prompts are in it as planned: of a colocated
+    replica beside a token for each request that decodes in the step. vLLM asks for one at least for each of
+    the `requests` that may run."""
+    if replica.role == "prefill":
+        return max(replica.engine.step_tokens, requests)
+    return max(replica.engine.chunk_tokens + math.ceil(requests / len(replica.stages)), requests)
 
 
 def _kv_transfer(role: str, cpu: bool) -> str:

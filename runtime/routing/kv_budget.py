@@ -43,8 +43,17 @@ def growth_tokens(placement: Placement) -> int:
 
 def outgoing_tokens(replica: Replica, placement: Placement) -> int | None:
     """Tokens of KV cache that are kept for prompts for other replicas in a mixed replica, which may take no
-    more; None: nothing is kept, and they may take all (in other roles)."""
-    return _tokens_of_prompts(replica, placement) if replica.role == "mixed" else None
+    more; None: nothing is kept, and they may take all (in other roles).
+
+    If all of its prompts go to others, that is what keeps its steps busy, else their planned share of it:
+    what is kept is lost for its own requests. One prompt has room in any case.
+    """
+    if replica.role != "mixed":
+        return None
+    prompts = [route for route in placement.routes if route.from_ == replica.id]
+    sent = math.fsum(route.flow_req_s for route in prompts if route.to != replica.id)
+    share = sent / (math.fsum(route.flow_req_s for route in prompts) or 1.0)
+    return math.ceil(max(placement.workload.isl, share * _tokens_of_prompts(replica, placement)))
 
 
 def useful_tokens(replica: Replica, placement: Placement) -> int:
