@@ -17,6 +17,8 @@ from functools import cached_property
 
 Point = tuple[float, float]
 """Prompts/s and answers/s."""
+ROUNDING = 1e-9
+"""A corner that stands out by less than this share of its neighbours' differences is none."""
 
 
 @dataclass(frozen=True)
@@ -104,5 +106,6 @@ class Region:
 
 
 def _below(a: Point, b: Point, c: Point) -> bool:
-    """Whether b is on or below the line from a to c."""
-    return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0])
+    """Whether b is on or below the line from a to c, but for rounding."""
+    rounding = ROUNDING * (c[0] - a[0]) * (a[1] - c[1])
+    return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0]) + rounding

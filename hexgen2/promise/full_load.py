@@ -38,9 +38,10 @@ def formulas_do(placement: Placement) -> bool:
 
 def simulated_factor(
     placement: Placement, cluster: Cluster, seed: int, stop: Callable[[], bool] = lambda: False
-) -> float:
-    """The requests/s of the placement in the simulator's steady state over those planned; 1 where the fleet
-    holds more requests than are worth simulating, or it is time to stop."""
+) -> float | None:
+    """The requests/s of the placement in the simulator's steady state over those planned, as far as runs go
+    until it is time to stop; None where they have shown nothing yet. 1 where the fleet holds more requests
+    than are worth simulating."""
     turns = TURNS_OF_MIXTURES if len(placement.workload.classes) > 1 else TURNS
     if turns * placement.places > MOST:
         return 1.0
@@ -51,7 +52,9 @@ def simulated_factor(
     for draw in range(_RUNS):
         rate *= BEYOND
         found = trials.served_req_s(rate, count, draw, turns)
-        served = served if stop() else found
+        served = found or served
         if served < REACHED * rate or stop():
             break
-    return served / planned if served > 0 else 1.0
+    if served <= 0:
+        return None if stop() else 1.0
+    return served / planned

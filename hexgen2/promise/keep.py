@@ -84,15 +84,17 @@ def _best_at_full_load(
     best, most_req_s = placements[0], 0.0
     with Ahead([partial(simulated_factor, each, cluster, seed, stop) for each in placements]) as factors:
         for k, (placement, req_s) in enumerate(zip(placements, planned, strict=True)):
-            if most_req_s and (stop() or req_s * BETTER_YET <= most_req_s):
+            if most_req_s and req_s * BETTER_YET <= most_req_s:
                 continue
             fullest = _fullest(placement, cluster)
             known = formulas_do(placement) and fullest < NEARLY_FULL
             if known and not most_req_s and all(other * BETTER_YET <= req_s for other in planned[1:]):
                 return placement
             factor = factors.result(k)
-            if stop() and most_req_s:
-                break
+            if factor is None:
+                if most_req_s:
+                    continue
+                factor = 1.0
             if factor > 1:  # No route may carry more than its links do.
                 factor = max(1.0, min(factor, 1 / fullest))
             simpler = all(replica.role != "mixed" for replica in placement.replicas)

@@ -35,6 +35,9 @@ CHANCE = 3.0
 """The number of requests that wait varies by so many times its root (standard deviations)."""
 FILLED = 0.3
 """Of the requests of a run beyond the capacity, the steady state begins once this share of them has ended."""
+ENOUGH_TURNS = 2.0
+"""A run beyond the capacity has shown something once all that the fleet decodes at a time has ended so often
+in its steady state."""
 FULL_FROM = 0.45
 """Of the requests of a run far beyond the capacity, the fleet is full once this share has arrived."""
 LOOKS = 8
@@ -130,7 +133,8 @@ class Trials:
 
     def served_req_s(self, rate: float, count: int, draw: int, turns: int = TURNS) -> float:
         """Requests/s that the fleet serves of `count` that arrive at a rate beyond its capacity, once it is
-        full and as long as prompts wait; 0 where it cannot serve them all, or has to stop before.
+        full and as long as prompts wait; 0 where it cannot serve them all. A run that has to stop before says
+        what it has shown, or 0 if all that the fleet decodes at a time has not ended ENOUGH_TURNS times.
 
         Parameters
         ----------
@@ -146,6 +150,8 @@ class Trials:
 
         self._simulate(records, until_few_are_left)
         end_s = np.sort(records.end_s[~np.isnan(records.end_s)])
+        if len(end_s) > first + ENOUGH_TURNS * count / turns and self._stop():
+            last = min(last, len(end_s) - 1)
         if len(end_s) <= last:  # Some requests can never be served, or it was time to stop.
             return 0.0
         return (last - first) / float(end_s[last] - end_s[first])

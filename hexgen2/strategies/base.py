@@ -68,6 +68,9 @@ class SearchOptions:
 
 FORMULA_ERROR = 0.08
 """By so much formulas may be kinder to some phases than to others."""
+SIMPLER_UNSEEN = 0.98
+"""Without time for a simulation, a fleet in which nobody works for others is preferred at this share of the
+requests/s: formulas are not as kind to it."""
 FOR_THE_PROMISE = 0.4
 """Share of the time limit that is kept for simulations where a promise within targets rests on them."""
 OUTPUT_S, OUTPUT_S_PER_GPU, MOST_FOR_OUTPUT = 0.1, 0.0015, 0.3
@@ -147,7 +150,7 @@ def run_search(
         cut=stopping.cut or state.stopping.cut_anywhere,
         alternatives=[] if problem.goal.objective == "latency" else _alternatives(state, incumbent.best),
     )
-    kept = [incumbent.best] if stopping.out_of_time() else _finalists(state, options)
+    kept = [_unseen(state)] if stopping.out_of_time() else _finalists(state, options)
     if problem.goal.rents:
         finalists = [build_rental(problem, state, each, name, record) for each in kept]
     else:
@@ -206,6 +209,15 @@ def _alternatives(state: SearchState, best: Evaluation) -> list[Alternative]:
         for phases, each in [*found.items(), ("flexible", best)]
         if found
     ]
+
+
+def _unseen(state: SearchState) -> Evaluation:
+    """The solution to answer with where there is no time for simulations."""
+    best, simple = state.incumbent.best, state.unmixed
+    assert best is not None
+    if state.evaluator.problem.goal.objective != "throughput" or simple is None:
+        return best
+    return simple if simple.req_s >= SIMPLER_UNSEEN * best.req_s else best
 
 
 def _finalists(state: SearchState, options: SearchOptions) -> list[Evaluation]:

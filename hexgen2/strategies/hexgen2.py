@@ -62,6 +62,10 @@ PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
 has the second for that in any case."""
 FIRST = 0.1
 """Share of the time limit for a first answer of colocated replicas, and for one of the others."""
+LOOK_S_PER_PLACE = 0.002
+"""Seconds that a simulation at full load takes for each request that a fleet decodes at a time."""
+MOST_FOR_A_LOOK, WORTH_A_LOOK = 0.2, 0.4
+"""Share of the time limit that such a simulation gets at most, if it takes no more than the second share."""
 REFINED_BOUND, PARTITIONS = "bound", "partitions"
 """Names of what else runs beside the search, where cores are free."""
 LINEAR_UNTIL = 0.4
@@ -177,6 +181,7 @@ def explore(state: SearchState, seed: int, certified: bool = False) -> None:
         if role in evaluator.problem.roles:
             first = whole_nodes(evaluator, role, partial(state.stopping.spent, k * FIRST))
             state.offer(evaluator.evaluate(first), "start with whole nodes")
+    _keep_time_for_a_look(state)
     by_parts = has_parts(evaluator) and state.budget is None
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
     if by_parts:
@@ -220,6 +225,17 @@ def explore(state: SearchState, seed: int, certified: bool = False) -> None:
     finally:
         for search in others.values():
             search.cancel()
+
+
+def _keep_time_for_a_look(state: SearchState) -> None:
+    """Leave some of the time limit for a simulation at full load, where the first answer tells that it will
+    not take too long: colocated replicas do not all do as well as formulas say."""
+    best, stopping = state.incumbent.best, state.stopping
+    if best is None or stopping.time_limit_s is None or state.evaluator.problem.targets.given:
+        return
+    seconds = LOOK_S_PER_PLACE * sum(replica.plan.batch for replica in best.colocated)
+    if seconds <= WORTH_A_LOOK * stopping.time_limit_s:
+        stopping.time_limit_s -= min(seconds, MOST_FOR_A_LOOK * stopping.time_limit_s)
 
 
 def _mix(state: SearchState, others: Mapping[str, Background]) -> None:

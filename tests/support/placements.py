@@ -91,13 +91,12 @@ def placement_of(
 
 @functools.cache
 def one_of_each_role() -> Placement:
-    """Three prefill replicas, one that decodes, and one that decodes for others and itself, at full scale."""
+    """Two prefill replicas, one that decodes, and one that decodes for others and itself, at full scale."""
     groups = (
         Group("colocated", ((0, 4),)),
         Group("decode", ((1, 2), (2, 2))),
         Group("prefill", ((3, 3), (4, 1), (5, 2))),
         Group("prefill", ((3, 1), (4, 3), (6, 2))),
-        Group("prefill", ((2, 2), (5, 1), (6, 1))),
     )
     problem = make_problem("hexgen2-setting-3", "llama-2-70b", "online", phases="flexible")
     evaluated = Evaluator(problem).evaluate(Solution(groups))

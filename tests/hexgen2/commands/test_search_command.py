@@ -45,7 +45,8 @@ def test_search_writes_shows_and_repeats(tmp_path, cluster_file):
     command = ["search", "--cluster", cluster_file(), "--model", "llama-2-70b", "--workload", "LPHD"]
     first = installed(*command, "-o", str(path))
     assert first.returncode == 0, first.stderr
-    assert "requests/s" in first.stdout and "bound" in first.stdout and "assumed" not in first.stderr
+    assert "requests/s" in first.stdout and "assumed" not in first.stderr
+    assert any(words in first.stdout for words in ("best possible", "optimal"))
     installed(*command, "--seed", "0", "-o", str(again))
     one, two = (json.loads(p.read_text()) for p in (path, again))
     one["search"]["seconds"] = two["search"]["seconds"] = 0

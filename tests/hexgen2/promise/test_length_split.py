@@ -33,7 +33,7 @@ LENGTHS = RequestLengths.of([(100, 50, 3.0), (1000, 50, 1.0)])  # 325 tokens on 
 def placed():
     """Mixed replicas with routes to themselves and from others."""
     return hexgen2.search(
-        cluster="hexgen2-setting-4", model="llama-2-70b", workload="online", phases="flexible", seed=5
+        cluster="hexgen2-setting-3", model="opt-30b", workload="online", phases="flexible", seed=5
     )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from placements import one_of_each_role
 
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
@@ -111,8 +112,8 @@ def test_lengths_as_planned_give_the_same_results_whether_shares_may_move_or_not
 
 
 def test_shares_move_after_a_loss_too():
-    placement = placement_of("hexgen2-setting-3", "llama-2-70b", "online")
-    longer = with_lengths(placement, placement.workload.isl, 1.5 * placement.workload.osl).workload
+    placement = one_of_each_role()
+    longer = with_lengths(placement, placement.workload.isl, 2 * placement.workload.osl).workload
     requests = online(LengthSource(longer), placement.throughput.req_s, 2500, (7,))
     lost = next(replica.id for replica in placement.replicas if replica.role == "prefill")
     found = simulate(placement, requests, Options(failures=[Failure(20.0, lost)]))

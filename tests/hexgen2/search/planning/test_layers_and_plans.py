@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from problems import problem_from, problems
 
 from cost_model.base import TensorGroup, Work
-from cost_model.pipeline import PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
+from cost_model.pipeline import CHUNKS, PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
 from hexgen2.search.planning.divisions import PREFILL_AHEAD
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
 from hexgen2.search.planning.plan import Planner
@@ -99,10 +99,14 @@ def mixed_capacity(costs, groups, split, hops, batch: int, tokens: int) -> float
     prompts = sum(n * share for n, share in sizes.items())
     mixed_share = min(1.0, begin / prompts)
 
+    # Where prompts fill every step, each brings the first token of its answer.
+    beside = max(decodes - chunk, 0.0) if begin >= chunk * (1 - 1e-9) else decodes
+
     def step_s(parts: dict[float, float]) -> tuple[np.ndarray, np.ndarray]:
         stage_s, hop_s = np.zeros(stages), np.zeros(stages - 1)
         for n, share in parts.items():
-            work = Work(*map(sum, zip(costs.work("decode", decodes), costs.work("prefill", n), strict=True)))
+            running = beside if n else decodes
+            work = Work(*map(sum, zip(costs.work("decode", running), costs.work("prefill", n), strict=True)))
             stage_s += [
                 share
                 * (k * costs.layer_work_s(g, work) + costs.edge_work_s(g, work.sampled, j == stages - 1))
@@ -184,7 +188,7 @@ def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | N
         return beside_prompts(problem, batch, room, rate_of, lead_s)
     if problem.pipeline == "pipelined":
         hops = [problem.node_links[a][b] for (a, *_), (b, *_) in itertools.pairwise(shape)]
-        return max(mixed_capacity(costs, groups, split, hops, batch, n) for n in (512, 1024, 2048))
+        return max(mixed_capacity(costs, groups, split, hops, batch, n) for n in CHUNKS)
     prompts = max(1, int(min(batch, costs.prefill_batch())))
     both = PhaseTimes(*times("prefill", prompts), prompts), PhaseTimes(*decode, batch)
     return colocated_pace(problem.pipeline, *both, costs.osl).capacity_req_s
