@@ -130,6 +130,33 @@ class ContenderSearch:
         may = (most >= least) & (most > 0)
         return Contenders(rows.only(may), limits.batch[may], limits.of_chunks[may], least[may])
 
+    def full_load_rates(self, rows: PipelineRows) -> tuple[np.ndarray, np.ndarray]:
+        """The groups [n] of those of the pipelines in which the model fits, and requests/s [n, c] that they
+        are sure to serve as colocated replicas without targets, for each size of chunk."""
+        rows, batch = self._fitting("colocated", rows)
+        if not len(rows):
+            return rows.group, np.zeros((0, len(self._pipelines.chunks)))
+        held = np.tile(batch, len(self._pipelines.chunks))
+        steps = self._mixed_steps(rows, StepTimes(self.problem.costs, rows), np.maximum(held, 1))
+        return rows.group, self._evenly_divided_req_s(rows, batch, *steps)
+
+    def _evenly_divided_req_s(
+        self,
+        rows: PipelineRows,
+        batch: np.ndarray,
+        decodes: np.ndarray,
+        mixed: Timings,
+        rest: Timings,
+        chains: MixedSteps,
+    ) -> np.ndarray:
+        """[n, c] requests/s of colocated replicas with these steps whose mean is divided evenly."""
+        layers, osl = self.problem.model.layers, self.problem.costs.osl
+        chunks = len(self._pipelines.chunks)
+        room = np.tile(rows.max_layers("decode", batch), (chunks, 1))
+        split = balance_many(layers, rest.mean(mixed, chains.share), room)
+        found = decodes / (osl * mean_period_s(mixed, rest, split, chains))
+        return np.asarray(found.reshape(chunks, len(rows)).T)
+
     def _fitting(self, role: str, rows: PipelineRows) -> tuple[PipelineRows, np.ndarray]:
         """The pipelines in which the model fits, and their largest batches [n]."""
         costs, layers = self.problem.costs, self.problem.model.layers
@@ -233,10 +260,8 @@ class ContenderSearch:
         if self.problem.targets.given:
             most = np.minimum(most, self._in_time_req_s(held, token_s))
         else:
-            room = np.tile(rows.max_layers("decode", batch), (len(chunks), 1))
-            split = balance_many(layers, rest.mean(mixed, chains.share), room)
-            found = decodes / (osl * mean_period_s(mixed, rest, split, chains))
-            least = found.reshape(len(chunks), count).max(axis=0) * FOUND
+            found = self._evenly_divided_req_s(rows, batch, decodes, mixed, rest, chains)
+            least = found.max(axis=1) * FOUND
         held, most = (each.reshape(len(chunks), count).T for each in (held, most))
         return Limits(held, most, least)
 

@@ -19,6 +19,7 @@ from cost_model.pipeline import prefill_pace
 from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.region import Region
 from hexgen2.replica import EngineSettings
+from hexgen2.search.planning.chunks import chunks_worth_trying
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.contenders import Candidates, Contenders, ContenderSearch, PlanLimit
 from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Divisions
@@ -82,6 +83,15 @@ def _stages(pipeline: Pipeline, split: Sequence[int]) -> tuple[PlannedStage, ...
     )
 
 
+def _with_few_chunks(problem: Problem, shapes: Shapes) -> Pipelines:
+    """Pipelines of a problem, with the sizes of chunks that are worth trying."""
+    pipelines = Pipelines(problem)
+    if pipelines.chunks and "colocated" in problem.roles:
+        chosen = chunks_worth_trying(problem, ContenderSearch(pipelines, problem), shapes)
+        pipelines.chunks = tuple(pipelines.chunks[k] for k in chosen)
+    return pipelines
+
+
 class Planner:
     """Finds the best plan of each group; remembered by kinds of nodes, counts, and the links in between.
 
@@ -104,10 +114,13 @@ class Planner:
         self.span = len(problem.node_gpus) if problem.targets.given else widest_span(problem)
         self.computed = 0
         self._counted: set[tuple] = set()
-        self._pipelines: Pipelines = alike._pipelines if alike else Pipelines(problem)
+        self._shapes = Shapes(problem)
+        same_chunks = alike is not None and alike.problem.targets.given == problem.targets.given
+        self._pipelines: Pipelines = (
+            alike._pipelines if alike and same_chunks else _with_few_chunks(problem, self._shapes)
+        )
         self._divisions = Divisions(self._pipelines, problem)
         self._contenders = ContenderSearch(self._pipelines, problem)
-        self._shapes = Shapes(problem)
         self._sorted: dict[NodeCounts, tuple[NodeCounts, list[int], tuple]] = {}
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
         # One goal's targets rule out most divisions unseen; those that several goals ask for are kept.
