@@ -18,6 +18,7 @@ from hexgen2.promise.full_load import TOLERATED, formulas_do, simulated_factor
 from hexgen2.promise.goodput import Found
 from hexgen2.promise.trial import OutOfTimeError, Trial, Trials
 from hexgen2.search.background import Ahead
+from hexgen2.search.finalists import SIMPLER_UNSEEN
 from hexgen2.search.ties import exceeds
 
 DEFAULT_EFFORT = Effort()
@@ -81,7 +82,7 @@ def _best_at_full_load(
 ) -> Placement:
     """The placement that serves most in the simulator, with the requests/s from there if formulas are off."""
     planned = [placement.throughput.req_s for placement in placements]
-    best, most_req_s = placements[0], 0.0
+    best, most_req_s, seen = placements[0], 0.0, False
     with Ahead([partial(simulated_factor, each, cluster, seed, stop) for each in placements]) as factors:
         for k, (placement, req_s) in enumerate(zip(placements, planned, strict=True)):
             if most_req_s and req_s * BETTER_YET <= most_req_s:
@@ -91,14 +92,15 @@ def _best_at_full_load(
             if known and not most_req_s and all(other * BETTER_YET <= req_s for other in planned[1:]):
                 return placement
             factor = factors.result(k)
-            if factor is None:
-                if most_req_s:
-                    continue
-                factor = 1.0
+            seen = seen or factor is not None
+            if factor is None and seen:
+                continue
+            better = SIMPLER if factor is not None else 1 / SIMPLER_UNSEEN
+            factor = 1.0 if factor is None else factor
             if factor > 1:  # No route may carry more than its links do.
                 factor = max(1.0, min(factor, 1 / fullest))
             simpler = all(replica.role != "mixed" for replica in placement.replicas)
-            served_req_s = req_s * factor * (SIMPLER if simpler else 1.0)
+            served_req_s = req_s * factor * (better if simpler else 1.0)
             if exceeds(served_req_s, most_req_s):
                 close = known or abs(factor - 1) <= TOLERATED
                 best = placement if close else scaled(placement, factor, AT_FULL_LOAD)

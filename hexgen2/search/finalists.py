@@ -6,6 +6,10 @@ from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import exceeds, greatest_first
 
+SIMPLER_UNSEEN = 0.98
+"""Without a simulation, a fleet in which nobody works for others is preferred at this share of the
+requests/s: formulas are kinder to the others."""
+
 
 class Finalists:
     """Keeps the solutions offered that rank highest. Of those whose replicas are alike, on nodes that are

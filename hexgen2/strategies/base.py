@@ -15,6 +15,7 @@ from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.finalists import SIMPLER_UNSEEN
 from hexgen2.search.infeasible import unmet
 from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.planning.plan import Planner
@@ -68,9 +69,6 @@ class SearchOptions:
 
 FORMULA_ERROR = 0.08
 """By so much formulas may be kinder to some phases than to others."""
-SIMPLER_UNSEEN = 0.98
-"""Without time for a simulation, a fleet in which nobody works for others is preferred at this share of the
-requests/s: formulas are not as kind to it."""
 FOR_THE_PROMISE = 0.4
 """Share of the time limit that is kept for simulations where a promise within targets rests on them."""
 OUTPUT_S, OUTPUT_S_PER_GPU, MOST_FOR_OUTPUT = 0.1, 0.0015, 0.3

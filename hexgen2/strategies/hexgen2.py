@@ -62,10 +62,10 @@ PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
 has the second for that in any case."""
 FIRST = 0.1
 """Share of the time limit for a first answer of colocated replicas, and for one of the others."""
-LOOK_S_PER_PLACE = 0.002
-"""Seconds that a simulation at full load takes for each request that a fleet decodes at a time."""
-MOST_FOR_A_LOOK, WORTH_A_LOOK = 0.2, 0.4
-"""Share of the time limit that such a simulation gets at most, if it takes no more than the second share."""
+LOOK_S_PER_PLACE, MOST_FOR_A_LOOK = 0.01, 0.2
+"""Seconds that simulations at full load may take for each request that the first fleet found decodes at a
+time (later ones decode more), and the share of the time limit that they get at most; none if they take longer
+than all of it."""
 REFINED_BOUND, PARTITIONS = "bound", "partitions"
 """Names of what else runs beside the search, where cores are free."""
 LINEAR_UNTIL = 0.4
@@ -234,7 +234,7 @@ def _keep_time_for_a_look(state: SearchState) -> None:
     if best is None or stopping.time_limit_s is None or state.evaluator.problem.targets.given:
         return
     seconds = LOOK_S_PER_PLACE * sum(replica.plan.batch for replica in best.colocated)
-    if seconds <= WORTH_A_LOOK * stopping.time_limit_s:
+    if seconds <= stopping.time_limit_s:
         stopping.time_limit_s -= min(seconds, MOST_FOR_A_LOOK * stopping.time_limit_s)
 
 
