@@ -19,11 +19,13 @@ from hexgen2.search.planning.shapes import Shapes
 from hexgen2.search.problem import NodeCounts, Problem, counts_of
 from hexgen2.search.ties import first_greatest
 
-MEMORIES = (1.3, 2.5)
-"""Memory of the groups looked at, at least: a multiple of the weights."""
-PROMISING = 0.9
-"""Pipelines of a group count if they do this share of what its best one does."""
-AS_GOOD = 0.995
+MEMORIES, OF_ONE_NODE = (1.3, 2.5), (1.3, 2.5, 5.0, 10.0)
+"""Memory of the groups looked at, at least: a multiple of the weights; the second on nodes that have it."""
+FEW_GPUS = 48
+PROMISING, MOST_PROMISING = 0.9, 0.97
+"""Pipelines of a group count if they do this share of what its best one does; with more than FEW_GPUS, where
+groups are many and each size costs more time than it gains, the second."""
+AS_GOOD = 0.99
 """A size of chunks does for a pipeline if it allows this share of the requests/s of the best size."""
 
 
@@ -37,7 +39,8 @@ def chunks_worth_trying(problem: Problem, contenders: ContenderSearch, shapes: S
     best = req_s.max(axis=1)
     of_group = np.zeros(int(group.max()) + 1)
     np.maximum.at(of_group, group, best)
-    counted = best >= PROMISING * of_group[group]
+    promising = PROMISING if len(problem.usable) <= FEW_GPUS else MOST_PROMISING
+    counted = best >= promising * of_group[group]
     does = req_s[counted] >= AS_GOOD * best[counted, None]
     chosen: set[int] = set()
     while len(does):
@@ -67,10 +70,11 @@ def _samples(problem: Problem, contenders: ContenderSearch) -> Iterator[NodeCoun
             (other for other, count in enumerate(sizes) if count and other != node),
             key=lambda other: (problem.node_kind[other] != kind[0], -links[other].bandwidth_bytes_s, other),
         )
-        for times in MEMORIES:
-            wanted = times * weights
+        for wanted in (times * weights for times in OF_ONE_NODE):
             if memory[node] >= wanted:
                 yield counts_of({node: min(size, math.ceil(size * wanted / memory[node]))})
+        for wanted in (times * weights for times in MEMORIES):
+            if memory[node] >= wanted:
                 continue
             joined, held = {node: size}, memory[node]
             for other in others:
