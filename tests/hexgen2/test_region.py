@@ -32,6 +32,15 @@ def test_all_points_and_what_lies_between_them_are_inside_and_nothing_beyond_the
     assert not region.contains((region.balanced * 1.01, region.balanced * 1.01))
 
 
+def test_a_corner_that_stands_out_by_rounding_is_none():
+    assert Region.around([(2.0, 2.0), (1.0, 2.5 + 1e-15), (0.0, 3.0)]).corners == (
+        (0.0, 3.0),
+        (2.0, 2.0),
+        (2.0, 0.0),
+    )
+    assert (1.0, 2.51) in Region.around([(2.0, 2.0), (1.0, 2.51), (0.0, 3.0)]).corners
+
+
 @given(regions, regions, st.lists(st.floats(0, 1), min_size=4, max_size=4))
 def test_two_replicas_do_together_what_each_can(one, other, shares):
     both = one.plus(other)

@@ -19,10 +19,10 @@ from hexgen2.search.planning.shapes import Shapes
 from hexgen2.search.problem import NodeCounts, Problem, counts_of
 from hexgen2.search.ties import first_greatest
 
-MEMORIES, OF_ONE_NODE = (1.3, 2.5), (1.3, 2.5, 5.0, 10.0)
-"""Memory of the groups looked at, at least: a multiple of the weights; the second on nodes that have it."""
+LEAST_MEMORY, MEMORIES = 1.1, (1.3, 2.5)
+"""Memory of the groups looked at, at least, on one node and on several: a multiple of the weights."""
 FEW_GPUS = 48
-PROMISING, MOST_PROMISING = 0.9, 0.97
+PROMISING, MOST_PROMISING = 0.95, 0.97
 """Pipelines of a group count if they do this share of what its best one does; with more than FEW_GPUS, where
 groups are many and each size costs more time than it gains, the second."""
 AS_GOOD = 0.99
@@ -32,7 +32,7 @@ AS_GOOD = 0.99
 def chunks_worth_trying(problem: Problem, contenders: ContenderSearch, shapes: Shapes) -> tuple[int, ...]:
     """The indices of CHUNKS, rising. Under latency targets, which rule out long steps, also the next smaller
     one and the usual one."""
-    rows = contenders.rows([shapes.forms("colocated", counts) for counts in _samples(problem, contenders)])
+    rows = contenders.rows([shapes.forms("colocated", counts) for counts in _samples(problem)])
     group, req_s = contenders.full_load_rates(rows)
     if not len(group):
         return tuple(range(len(CHUNKS)))
@@ -52,9 +52,9 @@ def chunks_worth_trying(problem: Problem, contenders: ContenderSearch, shapes: S
     return tuple(sorted(chosen))
 
 
-def _samples(problem: Problem, contenders: ContenderSearch) -> Iterator[NodeCounts]:
-    """Groups of each kind of node: as many GPUs of one as have the memory, or others beside it until they
-    have."""
+def _samples(problem: Problem) -> Iterator[NodeCounts]:
+    """Groups of each kind of node: all of its GPUs, half of them, and so on, as long as they have the memory;
+    and where one has little, others beside it."""
     seen: set[tuple[int, int]] = set()
     weights = problem.model.total_bytes
     sizes = [len(gpus) for gpus in problem.node_gpus]
@@ -70,9 +70,10 @@ def _samples(problem: Problem, contenders: ContenderSearch) -> Iterator[NodeCoun
             (other for other, count in enumerate(sizes) if count and other != node),
             key=lambda other: (problem.node_kind[other] != kind[0], -links[other].bandwidth_bytes_s, other),
         )
-        for wanted in (times * weights for times in OF_ONE_NODE):
-            if memory[node] >= wanted:
-                yield counts_of({node: min(size, math.ceil(size * wanted / memory[node]))})
+        count = size
+        while count and memory[node] * count / size >= LEAST_MEMORY * weights:
+            yield counts_of({node: count})
+            count //= 2
         for wanted in (times * weights for times in MEMORIES):
             if memory[node] >= wanted:
                 continue

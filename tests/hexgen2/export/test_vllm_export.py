@@ -68,6 +68,18 @@ def test_scripts_run_what_the_placement_says(folder):
     assert environment[side] != others[side] and others["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.1"
 
 
+@pytest.mark.parametrize(
+    ("chunk", "requests", "tokens"), [(192, 48, 192 + 24), (128, 400, 400), (1024, 1, 1025)]
+)
+def test_steps_of_both_phases_have_as_many_prompt_tokens_as_planned(chunk, requests, tokens, tmp_path):
+    placement = by_hand(NODES, {"colocated-0": [("a/0", 16), ("a/1", 16)]}, addresses={"a": "10.0.0.1"})
+    replica = placement.replicas[0]
+    replica.max_batch, replica.engine = requests, replica.engine.model_copy(update={"chunk_tokens": chunk})
+    write_folder(tmp_path / "out", vllm_files(placement, "m", "test"), force=False)
+    words, _ = run(tmp_path / "out", "colocated-0.sh")
+    assert value(words, "--max-num-batched-tokens") == str(tokens)
+
+
 def test_a_mixed_replica_sends_and_takes_kv_caches(tmp_path):
     shapes = {"mixed-0": [("a/0 a/1", 32)], "decode-0": [("a/2", 32)]}
     routes = (("mixed-0", "decode-0"), ("mixed-0", "mixed-0"))

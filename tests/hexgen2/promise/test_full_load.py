@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import hexgen2
 from hexgen2.checks import violations
-from hexgen2.promise.full_load import TOLERATED
+from hexgen2.cluster import Cluster
+from hexgen2.promise.full_load import TOLERATED, simulated_factor
 from hexgen2.simulator.run import FEWEST, MOST, TURNS, steady_requests
 
 CASES = (
@@ -48,3 +51,16 @@ def test_runs_are_long_enough_for_a_steady_state_unless_told_otherwise(placement
     assert any("few for a steady state" in each for each in few.assumptions)
     idle = hexgen2.simulate(placement, request_rate=rate / 20, num_requests=200)
     assert not any("few for a steady state" in each for each in idle.assumptions)
+
+
+def test_a_run_that_has_to_stop_says_what_it_has_shown(placement):
+    cluster = Cluster.from_spec(placement.cluster)
+    whole = simulated_factor(placement, cluster, 0)
+    assert whole is not None
+    shown = {}
+    for looks in (2, 200, 400):
+        left = itertools.count(looks, -1)
+        shown[looks] = simulated_factor(placement, cluster, 0, lambda left=left: next(left) < 0)
+    assert shown[2] is None
+    told = [factor for factor in shown.values() if factor is not None]
+    assert all(factor == pytest.approx(whole, rel=0.1) for factor in told)
