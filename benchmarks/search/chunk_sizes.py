@@ -1,7 +1,7 @@
 """What smaller chunks of prompts are worth in colocated replicas: the search with all sizes of CHUNKS, and
 with those of 512 tokens and more.
 
-    python -m benchmarks.search.chunk_sizes [--boxes 4] [--seed S] [--settings 1,3]
+    python -m benchmarks.search.chunk_sizes [--boxes 4] [--gpus 16] [--seed S] [--settings 1,3]
 
 Each row is a cluster of HexGen-2 or of machines over the internet, drawn by the seed, with a model and a
 workload: requests/s of the best colocated fleet with large chunks and with all, as simulated at full load
@@ -46,26 +46,31 @@ def served_req_s(placement: Placement, seed: int) -> float:
     return placement.throughput.req_s * (factor or 1.0)
 
 
-def cases(settings: list[str], boxes: int, seed: int) -> Iterator[tuple[str | ClusterSpec, str, str]]:
+def cases(
+    settings: list[str], boxes: int, gpus: int, seed: int
+) -> Iterator[tuple[str | ClusterSpec, str, str]]:
     """Clusters with models and workloads."""
     names = [f"hexgen2-setting-{each}" for each in settings if each]
     yield from itertools.product(names, MODELS, WORKLOADS)
     rng = random.Random(seed)
     for k in range(boxes):
-        cluster = ClusterSpec.model_validate(drawn("boxes", 16, seed + k))
+        cluster = ClusterSpec.model_validate(drawn("boxes", gpus, seed + k))
         yield cluster, rng.choice(MODELS), rng.choice(WORKLOADS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--boxes", type=int, default=4)
+    parser.add_argument("--gpus", type=int, default=16)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--settings", default="1,3")
     options = parser.parse_args()
     print(f"seed {options.seed}")
     print(f"{'cluster':<20} {'model':<12} {'workload':<8} {'large':>8} {'all':>8} {'ratio':>6}  sizes")
     ratios = []
-    for cluster, model, workload in cases(options.settings.split(","), options.boxes, options.seed):
+    for cluster, model, workload in cases(
+        options.settings.split(","), options.boxes, options.gpus, options.seed
+    ):
         fleets = [found(cluster, model, workload, chunks) for chunks in (LARGE, CHUNKS)]
         large, every = (served_req_s(fleet, options.seed + 1) for fleet in fleets)
         ratios.append(every / large)

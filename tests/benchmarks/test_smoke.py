@@ -25,6 +25,7 @@ SMALL = {
     "search.against_exact": "--clusters 2 --seed 2",
     "search.budget": "--workloads HPLD",
     "search.cost_models": "--settings 1 --workloads HPLD --requests 100",
+    "search.chunk_sizes": "--boxes 1 --gpus 8 --seed 3 --settings=",
     "search.convergence": "--seeds 1 --workloads HPLD",
     "search.helix_cases": "tests/support/helix_case.json --shuffles 1",
     "search.questions": "--count 4 --seed 2 --largest 16 --limits 2",

@@ -35,6 +35,8 @@ from hexgen2.search.ties import greatest_first
 
 BATCH_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
 """Shares of the largest batch at which mixed steps of a single GPU are looked at."""
+SOLVERS_TOLERANCE = 2e-5
+"""Relative, of values of linear and integer programs: up to 1e-6 for each row."""
 ROUNDING = 1e-9
 """A gap below this is that of floating point."""
 Found = TypeVar("Found")
@@ -56,10 +58,11 @@ class UpperBound:
     kv_free_req_s: float | None = None
 
     def record(self, req_s: float) -> BoundRecord:
-        """The `bound` of a placement that carries so many requests/s."""
+        """The `bound` of a placement that carries so many requests/s. Solvers may put a bound below what is
+        carried by their tolerance; by more, it is wrong, and the placement's checkers say so."""
         gap = 1 - req_s / self.req_s if self.req_s > 0 else 0.0
         return BoundRecord(
-            req_s=self.req_s,
+            req_s=req_s if -SOLVERS_TOLERANCE < gap < 0 else self.req_s,
             gap=gap if gap > ROUNDING else 0.0,
             method=self.method,  # type: ignore[arg-type]
             kv_free_req_s=self.kv_free_req_s,

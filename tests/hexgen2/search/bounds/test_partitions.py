@@ -61,7 +61,7 @@ def test_on_random_clusters(problem, phases):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("model", "workload"), [("opt-13b", "HPHD"), ("llama-3-8b", "HPLD")])
 def test_on_single_machines(seed, model, workload):
-    cluster = ClusterSpec.model_validate(drawn("boxes", 6, seed))
+    cluster = ClusterSpec.model_validate(drawn("boxes", 5, seed))
     check_against_exhaustive_search(make_problem(cluster, model, workload, phases="flexible"))
 
 
@@ -73,7 +73,7 @@ def test_on_larger_random_clusters(problem, phases):
 
 
 def test_a_bound_that_is_cut_short_is_still_one():
-    cluster = ClusterSpec.model_validate(drawn("boxes", 6, 1))
+    cluster = ClusterSpec.model_validate(drawn("boxes", 5, 1))
     problem = make_problem(cluster, "llama-3-8b", "HPLD", phases="flexible")
     best, state = exhaustive(problem), SearchState(Evaluator(problem))
     bound = PartitionBound(state.evaluator.planner, problem)
@@ -84,7 +84,7 @@ def test_a_bound_that_is_cut_short_is_still_one():
 
 
 def test_a_search_beside_another_reports_what_it_finds_and_leaves_the_other_alone():
-    cluster = ClusterSpec.model_validate(drawn("boxes", 6, 1))
+    cluster = ClusterSpec.model_validate(drawn("boxes", 5, 1))
     problem = make_problem(cluster, "llama-3-8b", "HPLD", phases="flexible")
     best, state, reported = exhaustive(problem), SearchState(Evaluator(problem)), []
     found = search_partitions(state, reported.append)

@@ -221,7 +221,7 @@ def test_a_span_leaves_few_patterns_but_room_for_the_model():
     ("model", "workload"),
     [
         ("llama-2-70b", "LPHD"),
-        ("opt-30b", "HPLD"),
+        pytest.param("opt-30b", "HPLD", marks=pytest.mark.slow),
         pytest.param("llama-2-70b", "HPLD", marks=pytest.mark.slow),
         pytest.param("opt-30b", "LPHD", marks=pytest.mark.slow),
     ],
