@@ -125,7 +125,9 @@ class Planner:
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
         # One goal's targets rule out most divisions unseen; those that several goals ask for are kept.
         self._several = alike is not None and problem.targets.ttft_s is not None
-        self._fronts: dict[tuple, PrefillFront[tuple[Pipeline, Division]]] = alike._fronts if alike else {}
+        self._fronts: dict[tuple, tuple[list[int], PrefillFront[tuple[Pipeline, Division]]]] = (
+            alike._fronts if alike else {}
+        )
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
         self._limits: dict[tuple[str, NodeCounts], PlanLimit | None] = {}
@@ -168,9 +170,11 @@ class Planner:
         if key not in self._memo:
             found = self._candidates_of(role, counts, nodes, alike)
             if role == "prefill" and self._several:
+                # Other targets may have asked first, for the same kinds of nodes elsewhere.
                 if key not in self._fronts:
-                    self._fronts[key] = self._front(found)
-                self._memo[key] = found.nodes, self._best_of(self._fronts[key])
+                    self._fronts[key] = found.nodes, self._front(found)
+                planned_on, front = self._fronts[key]
+                self._memo[key] = planned_on, self._best_of(front)
             else:
                 self._memo[key] = found.nodes, self._best(found)
         planned_on, plan = self._memo[key]

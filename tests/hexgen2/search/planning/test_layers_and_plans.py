@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problem_from, problems
 
+from cluster_specs.schema import ClusterSpec
 from cost_model.base import TensorGroup, Work
 from cost_model.pipeline import CHUNKS, PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
+from hexgen2.goal import Goal
 from hexgen2.search.planning.divisions import PREFILL_AHEAD
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.shapes import partitions
-from hexgen2.search.problem import Problem, counts_of
+from hexgen2.search.problem import Problem, counts_of, make_problem
 
 
 def splits(layers: int, stages: int):
@@ -237,3 +239,20 @@ def test_plan_against_every_shape_and_split(role, pipeline, counts):
             for batch in batches:
                 best = max(best, capacity(problem, role, shape, split, batch) or 0.0)
     assert plan.capacity_req_s >= 0.99 * best
+
+
+def test_other_targets_plan_the_same_kinds_of_nodes_elsewhere():
+    """The pipelines that one goal found on some nodes serve another goal on others that are like them."""
+    cluster = ClusterSpec.model_validate(
+        {"name": "alike", "nodes": [{"name": name, "accelerators": "A100-80GB:2"} for name in "abcd"]}
+    )
+
+    def planner(tpot_ms, alike=None):
+        goal = Goal(objective="goodput", ttft_ms=4000.0, tpot_ms=tpot_ms)
+        return Planner(make_problem(cluster, "llama-2-70b", "HPLD", goal=goal), alike)
+
+    first = planner(100.0)
+    one, two, other = (planner(tpot_ms, first) for tpot_ms in (100.0, 150.0, 200.0))
+    for each, nodes in ((one, (0, 1)), (two, (2, 3)), (two, (0, 2)), (other, (1, 3)), (other, (0, 1))):
+        plan = each.plan("prefill", counts_of(dict.fromkeys(nodes, 2)))
+        assert plan is not None and {stage.node for stage in plan.stages} == set(nodes)
