@@ -16,6 +16,10 @@ from runtime.routing.backlog import Backlog
 from runtime.routing.instances import Instance
 from runtime.routing.windowed_room import WindowedAccount
 
+SPARE_PROMPTS, SPARE_SHARE = 2, 0.05
+"""Prompts for other replicas for which a mixed replica keeps room beyond their share, and the most of its
+requests that these may be."""
+
 
 def kv_budgets(placement: Placement) -> dict[str, int]:
     """Tokens of KV cache that each replica may hold: what fits in its memory, up to a useful limit.
@@ -46,14 +50,16 @@ def outgoing_tokens(replica: Replica, placement: Placement) -> int | None:
     more; None: nothing is kept, and they may take all (in other roles).
 
     If all of its prompts go to others, that is what keeps its steps busy, else their planned share of it:
-    what is kept is lost for its own requests. One prompt has room in any case.
+    what is kept is lost for its own requests. Where the replica holds many requests, two prompts more cost
+    little, and a chunk is rarely missing. One prompt has room in any case.
     """
     if replica.role != "mixed":
         return None
     prompts = [route for route in placement.routes if route.from_ == replica.id]
     sent = math.fsum(route.flow_req_s for route in prompts if route.to != replica.id)
     share = sent / (math.fsum(route.flow_req_s for route in prompts) or 1.0)
-    return math.ceil(max(placement.workload.isl, share * _tokens_of_prompts(replica, placement)))
+    isl, more = placement.workload.isl, min(SPARE_PROMPTS, SPARE_SHARE * replica.max_batch)
+    return math.ceil(max(isl, share * _tokens_of_prompts(replica, placement) + more * isl))
 
 
 def useful_tokens(replica: Replica, placement: Placement) -> int:

@@ -122,6 +122,6 @@ def test_the_workers_of_mixed_replicas_send_and_hold_batches(placement, model_fo
     from_it = {pair: flow for pair, flow in MIXED_FLOWS.items() if pair[0] == "mixed-0"}
     share = 1 - from_it["mixed-0", "mixed-0"] / sum(from_it.values())
     assert 0 < share < 1
-    assert kept == math.ceil(max(isl, share * all_sent))
+    assert kept == math.ceil(max(isl, share * all_sent + min(2, mixed.max_batch / 20) * isl))
     assert budgets["mixed-0"] == 2 * mixed.max_batch * longest + math.ceil(all_sent)
     assert outgoing_tokens(prefill, placement) is None
