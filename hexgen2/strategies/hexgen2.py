@@ -144,7 +144,7 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
         elif goal.rents:
             _explore_rentals(state, options.seed)
         else:
-            explore(state, options.seed, options.certify)
+            explore(state, options.seed, options.certify, options.simulated)
             rest = options.time_limit_s is not None and not state.incumbent.within(OPEN_GAP)
             if (options.certify or rest) and not (state.incumbent.proved or state.stopping.out_of_time()):
                 _certify(state, options.seed)
@@ -169,19 +169,21 @@ def _explore_rentals(state: SearchState, seed: int) -> None:
         explore_budget(state, seed, explore)
 
 
-def explore(state: SearchState, seed: int, certified: bool = False) -> None:
+def explore(state: SearchState, seed: int, certified: bool = False, simulated: bool = False) -> None:
     """Offer the best solution of a cluster whose GPUs are all there to use, and a bound.
 
     Parameters
     ----------
     certified : whether the bound will be tightened afterwards
+    simulated : whether the best will be simulated afterwards, within the same time limit
     """
     evaluator = state.evaluator
     for k, role in enumerate(("colocated", "decode"), 1):
         if role in evaluator.problem.roles:
             first = whole_nodes(evaluator, role, partial(state.stopping.spent, k * FIRST))
             state.offer(evaluator.evaluate(first), "start with whole nodes")
-    _keep_time_for_a_look(state)
+    if simulated:
+        _keep_time_for_a_look(state)
     by_parts = has_parts(evaluator) and state.budget is None
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
     if by_parts:

@@ -77,7 +77,7 @@ def _regions(
 
 def _kept(costs: CostModel, chunk: float, stages: Any) -> Any:
     """Requests for which a replica of so many stages (or [n] replicas) has no room, because it keeps room for
-    prompts that go on elsewhere."""
+    prompts that go on elsewhere: if all of them do (with fewer, it keeps less)."""
     return outgoing_prompts(chunk, stages) * costs.isl / (costs.isl + costs.osl)
 
 
