@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import numpy as np
 
 from cost_model.portable import exp
 
@@ -72,10 +74,27 @@ def prompts_held(batch: float, steps: int) -> float:
     return max(1.0, batch) * steps
 
 
+SPARE_PROMPTS, SPARE_SHARE = 2, 0.05
+"""Prompts for other replicas for which a mixed replica keeps room beyond their share, and the most of its
+requests that these may be."""
+
+
 def outgoing_prompts(chunk: float, steps: int) -> float:
-    """Prompts for other replicas for whose KV caches a mixed replica keeps room, so that its steps, `steps`
-    of them in flight, always find a chunk of `chunk` prompts, while others are sent."""
+    """Prompts for other replicas for whose KV caches a mixed replica keeps room if it computes prompts for
+    them only, so that its steps, `steps` of them in flight, always find a chunk of `chunk` prompts, while
+    others are sent."""
     return BATCHES_PER_REPLICA * prompts_held(chunk, steps + 1)
+
+
+def kept_prompts(share: Any, chunk: float, steps: Any, batch: Any) -> Any:
+    """Prompts for other replicas for whose KV caches a mixed replica of `batch` requests keeps room, if that
+    share of its prompts is for others; one in any case. [n] of n replicas.
+
+    What is kept is lost for its own requests. Where it holds many, SPARE_PROMPTS more cost little, and a
+    chunk is rarely missing.
+    """
+    spare = np.minimum(SPARE_PROMPTS, SPARE_SHARE * np.asarray(batch))
+    return np.maximum(1.0, share * outgoing_prompts(chunk, steps) + spare)
 
 
 def steps_to_fill(stage_s: Sequence[float], hop_s: Sequence[float]) -> int:

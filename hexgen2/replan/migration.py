@@ -202,7 +202,7 @@ class Migrator:
             ready = {"prefill": 0.0, "decode": 0.0, "colocated": 0.0}
             for s in successors:
                 if s.absent_s <= since:
-                    ready[s.replica.group.role] += s.replica.plan.capacity_req_s
+                    ready[s.replica.group.role] += s.replica.capacity_req_s
             served = min(ready["prefill"], ready["decode"]) + ready["colocated"]
             missed += max(0.0, req_s - served) * (until - since)
             since = until

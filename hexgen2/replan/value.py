@@ -12,7 +12,7 @@ from hexgen2.search.evaluation import Evaluation, PlannedReplica
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.params import Params
 from hexgen2.search.planning.contenders import PlanLimit
-from hexgen2.search.planning.plan import GroupPlan
+from hexgen2.search.planning.plan import GroupPlan, Mixtures
 from hexgen2.search.planning.shards import shard_bytes, shards_of
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.ties import exceeds
@@ -33,7 +33,7 @@ class ReplanEvaluator(Evaluator):
     def way_cost(self, replicas: Sequence[PlannedReplica], req_s: float) -> tuple[float, float]:
         horizon = self.migrator.terms.horizon_s
         found = self.migrator.successors(replicas)
-        idle = math.fsum(s.replica.plan.capacity_req_s * min(1.0, s.absent_s / horizon) for s in found)
+        idle = math.fsum(s.replica.capacity_req_s * min(1.0, s.absent_s / horizon) for s in found)
         return self.migrator.missed_requests(found, req_s) / horizon, idle
 
     def plan_of(self, group: Group) -> GroupPlan | None:
@@ -59,6 +59,12 @@ class ReplanEvaluator(Evaluator):
             return None
         mixes = group.role == "colocated" and self.problem.mixes
         return PlanLimit(plan.capacity_req_s, self.planner.region(plan) if mixes else None)
+
+    def mixtures_of(self, replica: PlannedReplica, waits_s: float | None) -> Mixtures:
+        """Running replicas keep their engines' settings."""
+        if replica.group.counts not in self._running:
+            return super().mixtures_of(replica, waits_s)
+        return Mixtures.of([replica.plan], [self.planner.region(replica.plan, waits_s)])
 
     def _options(self, group: Group) -> Iterator[tuple[GroupPlan, float]]:
         """Plans with the seconds for which the replica would be absent: the old replica unchanged, its stages

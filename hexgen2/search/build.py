@@ -136,7 +136,7 @@ def _replica(
             )
         )
         layer += stage.layers
-    capacity = replica.plan.capacity_req_s
+    capacity = replica.capacity_req_s
     return Replica(
         id=name.id,
         role="mixed" if region else replica.group.role,  # type: ignore[arg-type]

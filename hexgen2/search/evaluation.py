@@ -16,11 +16,23 @@ from hexgen2.search.ties import ranks_above
 
 @dataclass(frozen=True)
 class PlannedReplica:
-    """A group with its plan; index is its place in the solution."""
+    """A group with the plan that it runs; index is its place in the solution.
+
+    own : the plan with which it serves most by itself, where it works for others with another size of chunks
+    beside_req_s : what a decode replica serves beside the prompts that are computed for it, if it is known
+        how long that takes
+    """
 
     index: int
     group: Group
     plan: GroupPlan
+    own: GroupPlan | None = None
+    beside_req_s: float | None = None
+
+    @property
+    def capacity_req_s(self) -> float:
+        """What it serves by itself, or beside the others, in requests/s."""
+        return self.plan.capacity_req_s if self.beside_req_s is None else self.beside_req_s
 
     @property
     def stages(self) -> tuple[PlannedStage, ...]:
@@ -75,8 +87,8 @@ class Evaluation:
 
     @cached_property
     def plans(self) -> dict[tuple[str, NodeCounts], GroupPlan]:
-        """The plan of each group."""
-        return {(r.group.role, r.group.counts): r.plan for r in self.replicas}
+        """The plan of each group that works for itself."""
+        return {(r.group.role, r.group.counts): r.own or r.plan for r in self.replicas}
 
     @cached_property
     def routes(self) -> np.ndarray:

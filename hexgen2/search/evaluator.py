@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hexgen2.region import Region
+from hexgen2.region import Point, Region
 from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.evaluation import Evaluation, PlannedReplica
 from hexgen2.search.flow.duals import Duals, Stages
@@ -28,10 +28,12 @@ from hexgen2.search.operators import Alike
 from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.partition.parts import near_parts
 from hexgen2.search.planning.contenders import PlanLimit
-from hexgen2.search.planning.plan import GroupPlan, Planner
+from hexgen2.search.planning.plan import GroupPlan, Mixtures, Planner
+from hexgen2.search.planning.waiting_prompts import mean_waiting_s
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.score_limits import ScoreLimits
 from hexgen2.search.stage_orders import StageOrders
+from hexgen2.search.ties import first_greatest
 
 SMALL = 1e-9
 """Requests/s that are rounding."""
@@ -39,12 +41,36 @@ ROUTES_AWAY = 4
 """Routes of a replica to other parts of the cluster, where there are too many for all."""
 MOST_PAIRS = 200_000
 """Between more pairs of replicas, links do not decide what each replica does: that program takes seconds."""
+WAITS_TRIED = 3
+"""How often replicas are divided between both phases anew, because those that send then take another time."""
 _NEVER = math.inf
 """Stretches the transfers of routes that are not to be used."""
 
 
 def _capacity(replicas: Sequence[PlannedReplica]) -> float:
-    return math.fsum(replica.plan.capacity_req_s for replica in replicas)
+    return math.fsum(replica.capacity_req_s for replica in replicas)
+
+
+def _best_plans(
+    carried: tuple[float, float], mixtures: Sequence[Mixtures], points: Sequence[Point]
+) -> tuple[list[int], list[Point]]:
+    """The numbers of the plans with which replicas serve most if KV caches move freely, beside so many
+    prompts/s and answers/s of others, and what they do then: near the points, which are best if a replica
+    could run all of its plans at once."""
+
+    def with_plans(numbers: Sequence[int]) -> list[Point]:
+        return best_points(
+            *carried, [each.regions[number] for each, number in zip(mixtures, numbers, strict=True)]
+        )
+
+    numbers = [each.nearest(point) for each, point in zip(mixtures, points, strict=True)]
+    tried = [numbers, [0] * len(numbers)]
+    for k, (each, point) in enumerate(zip(mixtures, points, strict=True)):
+        if point not in each.widest.corners:  # One at most; the ends of its side may be of different plans.
+            others = (number for number in range(len(each.plans)) if number != numbers[k])
+            tried += [[*numbers[:k], number, *numbers[k + 1 :]] for number in others]
+    found = [(each, with_plans(each)) for each in tried]
+    return first_greatest(found, [served(*carried, points) for _, points in found])
 
 
 class Evaluator:
@@ -62,7 +88,7 @@ class Evaluator:
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
         # What follows is the same where fewer GPUs can be used.
-        self.limits = ScoreLimits(problem, params, self.planner, self.plan_of, self.limit_of)
+        self.limits = ScoreLimits(problem, params, self.plan_of, self.limit_of, self.region_of)
         self.orders = StageOrders(params, self.planner)
         self._uses: dict[tuple, RouteUse] = {}
 
@@ -100,6 +126,10 @@ class Evaluator:
         """What no plan that a group runs exceeds; None if the model does not fit."""
         return self.planner.limit(group.role, group.counts)
 
+    def region_of(self, plan: GroupPlan) -> Region:
+        """What a colocated group with this plan can do that may work for others, with any size of chunks."""
+        return self.planner.mixtures(plan).widest
+
     def way_cost(self, replicas: Sequence[PlannedReplica], req_s: float) -> tuple[float, float]:
         """What it costs to get to these replicas, which carry req_s: requests/s of the flow, and of the
         replicas' own capacities, averaged over time. Nothing here: nothing runs yet."""
@@ -114,7 +144,7 @@ class Evaluator:
             self.evaluations += 1
             plans = near.plans if near else {}
             sides = (self._replicas(solution, role, plans) for role in ("prefill", "decode", "colocated"))
-            known = self._evaluated[key] = self.with_plans(solution, *sides)
+            known = self._evaluated[key] = self._with_best_chunks(solution, *sides)
         return known
 
     def reordered(self, evaluation: Evaluation) -> Evaluation:
@@ -145,10 +175,10 @@ class Evaluator:
         return self.with_plans(evaluation.solution, prefill, decode, colocated)
 
     def each_alone(self, evaluation: Evaluation) -> Evaluation:
-        """The same replicas where colocated ones work for themselves only."""
-        return self._with_shares(
-            evaluation.solution, evaluation.prefill, evaluation.decode, evaluation.colocated
-        )
+        """The same replicas where colocated ones work for themselves only, with the plans that suit that."""
+        colocated = tuple(replace(r, plan=r.own or r.plan, own=None) for r in evaluation.colocated)
+        decode = self._beside(evaluation.decode, self._waits_s(evaluation.prefill))
+        return self._with_shares(evaluation.solution, evaluation.prefill, decode, colocated)
 
     def _replicas(
         self, solution: Solution, role: str, plans: Mapping[tuple[str, NodeCounts], GroupPlan]
@@ -160,6 +190,61 @@ class Evaluator:
         )
         return tuple(PlannedReplica(index, group, plan) for index, group, plan in planned if plan)
 
+    def mixtures_of(self, replica: PlannedReplica, waits_s: float | None) -> Mixtures:
+        """The plans that a colocated replica with this one may run to work for others, where requests wait
+        for so long for the prompts that others compute."""
+        return self.planner.mixtures(replica.plan, waits_s)
+
+    def _with_best_chunks(
+        self,
+        solution: Solution,
+        prefill: tuple[PlannedReplica, ...],
+        decode: tuple[PlannedReplica, ...],
+        colocated: tuple[PlannedReplica, ...] = (),
+    ) -> Evaluation:
+        """The solution's value where each replica runs the plan it has here, but colocated ones take the size
+        of chunks that suits what they do for others: first as if they had all sizes at once, then with those
+        nearest to that."""
+        if not (colocated and self.problem.mixes):
+            return self.with_plans(solution, prefill, decode, colocated)
+        able = [k for k, replica in enumerate(colocated) if self.planner.moves_kv(replica.plan)]
+        alone = _capacity(tuple(replica for k, replica in enumerate(colocated) if k not in able))
+        mixed, waits_s = [colocated[k] for k in able], self._waits_s(prefill)
+        for _ in range(WAITS_TRIED):
+            mixtures = [self.mixtures_of(replica, waits_s) for replica in mixed]
+            if all(len(each.plans) == 1 for each in mixtures):
+                return self.with_plans(solution, prefill, decode, colocated)
+            carried = _capacity(prefill) + alone, _capacity(self._beside(decode, waits_s)) + alone
+            widest = [each.widest for each in mixtures]
+            numbers, points = _best_plans(carried, mixtures, best_points(*carried, widest))
+            most = served(*carried, points)
+            plans = [each.plans[number] for each, number in zip(mixtures, numbers, strict=True)]
+            now_s = self._waits_s(prefill, plans, points)
+            if now_s == waits_s:
+                break
+            waits_s = now_s
+
+        def running(numbers: Sequence[int]) -> Evaluation:
+            chosen = list(colocated)
+            for k, each, number in zip(able, mixtures, numbers, strict=True):
+                if number:
+                    chosen[k] = replace(colocated[k], plan=each.plans[number], own=colocated[k].plan)
+            return self.with_plans(solution, prefill, decode, tuple(chosen))
+
+        found = running(numbers)
+        pairs = (len(prefill) + len(mixed)) * (len(decode) + len(mixed))
+        if found.req_s >= most * (1 - 1e-6) or pairs > MOST_PAIRS:
+            return found
+        beside = self._beside(decode, waits_s)
+        by_program = self._shares_by_program(prefill, beside, tuple(mixed), widest)
+        worked = [(share.alone + share.sent, share.alone + share.received) for share in by_program]
+        near = [each.nearest(point) for each, point in zip(mixtures, worked, strict=True)]
+        own = [0] * len(mixtures)
+        for others in (each for each in (near, own) if each != numbers):
+            tried = running(others)
+            found = tried if tried.better_than(found) else found
+        return found
+
     def with_plans(
         self,
         solution: Solution,
@@ -168,14 +253,22 @@ class Evaluator:
         colocated: tuple[PlannedReplica, ...] = (),
     ) -> Evaluation:
         """The solution's value where each replica runs the plan it has here."""
+        waits_s = self._waits_s(prefill)
         if not (colocated and self.problem.mixes):
-            return self._with_shares(solution, prefill, decode, colocated)
-        regions = tuple(self.planner.region(replica.plan) for replica in colocated)
+            return self._with_shares(solution, prefill, self._beside(decode, waits_s), colocated)
         able = [k for k, replica in enumerate(colocated) if self.planner.moves_kv(replica.plan)]
-        shares = [Share(replica.plan.capacity_req_s, 0.0, 0.0) for replica in colocated]
         alone = _capacity(tuple(replica for k, replica in enumerate(colocated) if k not in able))
-        carried = _capacity(prefill) + alone, _capacity(decode) + alone
-        points = best_points(*carried, [regions[k] for k in able])
+        for _ in range(WAITS_TRIED):
+            regions = tuple(self.planner.region(replica.plan, waits_s) for replica in colocated)
+            beside = self._beside(decode, waits_s)
+            carried = _capacity(prefill) + alone, _capacity(beside) + alone
+            points = best_points(*carried, [regions[k] for k in able])
+            now_s = self._waits_s(prefill, [colocated[k].plan for k in able], points)
+            if now_s == waits_s:
+                break
+            waits_s = now_s
+        decode = beside
+        shares = [Share(replica.plan.capacity_req_s, 0.0, 0.0) for replica in colocated]
         for k, (p, d) in zip(able, points, strict=True):
             shares[k] = Share(min(p, d), max(0.0, p - d), max(0.0, d - p))
         found = self._with_shares(solution, prefill, decode, colocated, shares, regions)
@@ -191,6 +284,31 @@ class Evaluator:
             shares[k] = share
         return self._with_shares(solution, prefill, decode, colocated, shares, regions)
 
+    def _waits_s(
+        self,
+        prefill: Sequence[PlannedReplica],
+        plans: Sequence[GroupPlan] = (),
+        points: Sequence[Point] = (),
+    ) -> float | None:
+        """How long requests wait on average, before they decode, for the prompts of prefill replicas, and of
+        colocated ones with these plans that do so much of both phases; None if nobody sends, or nobody counts
+        it: targets leave more room than that takes."""
+        if self.problem.pipeline != "pipelined" or self.problem.targets.given:
+            return None
+        senders = [("prefill", replica.plan, replica.plan.capacity_req_s) for replica in prefill]
+        sending = zip(plans, points, strict=True)
+        senders += [("colocated", plan, p - d) for plan, (p, d) in sending if p - d > SMALL]
+        return mean_waiting_s(self.problem.costs, senders)
+
+    def _beside(
+        self, decode: tuple[PlannedReplica, ...], waits_s: float | None
+    ) -> tuple[PlannedReplica, ...]:
+        """The decode replicas, with what they serve beside requests that wait for so long."""
+        if waits_s is None:
+            return tuple(replace(replica, beside_req_s=None) for replica in decode)
+        able = (self.planner.decodes_beside(replica.plan, waits_s) for replica in decode)
+        return tuple(replace(each, beside_req_s=req_s) for each, req_s in zip(decode, able, strict=True))
+
     def _shares_by_program(
         self,
         prefill: tuple[PlannedReplica, ...],
@@ -200,7 +318,7 @@ class Evaluator:
     ) -> list[Share]:
         """What each mixed replica does where the links limit the flow."""
         senders, receivers = (*prefill, *mixed), (*decode, *mixed)
-        sends, takes = (np.array([r.plan.capacity_req_s for r in side]) for side in (senders, receivers))
+        sends, takes = (np.array([r.capacity_req_s for r in side]) for side in (senders, receivers))
         routes, shared = self._routes_between(senders, receivers)
         own = [pipeline_use(self.problem, r.stages) for r in mixed]
         at = np.repeat(np.arange(len(mixed)), [len(use.resources) for use in own])
@@ -277,7 +395,7 @@ class Evaluator:
                 routes[i, j] = SMALL
         network = FlowNetwork(
             np.array([*(r.plan.capacity_req_s for r in prefill), *(sent for _, sent in sending)]),
-            np.array([*(r.plan.capacity_req_s for r in decode), *(received for _, received in taking)]),
+            np.array([*(r.capacity_req_s for r in decode), *(received for _, received in taking)]),
             routes,
             shared.beside(busy) if shared and colocated else shared,
         )

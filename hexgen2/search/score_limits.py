@@ -17,7 +17,7 @@ from hexgen2.search.bounds.upper_bounds import (
 from hexgen2.search.knapsack import most_served
 from hexgen2.search.params import Params
 from hexgen2.search.planning.contenders import PlanLimit
-from hexgen2.search.planning.plan import GroupPlan, Planner
+from hexgen2.search.planning.plan import GroupPlan
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 
 
@@ -29,18 +29,19 @@ class ScoreLimits:
     ----------
     plan_of : the plan that a group runs; None if the model does not fit
     limit_of : what no such plan exceeds, which takes less time to find
+    region_of : what a colocated group can do with its plan that may work for others
     """
 
     def __init__(
         self,
         problem: Problem,
         params: Params,
-        planner: Planner,
         plan_of: Callable[[Group], GroupPlan | None],
         limit_of: Callable[[Group], PlanLimit | None],
+        region_of: Callable[[GroupPlan], Region],
     ) -> None:
-        self._problem, self._params, self._planner = problem, params, planner
-        self._plan_of, self._limit_of = plan_of, limit_of
+        self._problem, self._params = problem, params
+        self._plan_of, self._limit_of, self._region_of = plan_of, limit_of, region_of
         self._worth = 0.5  # of a prompt, an answer's being the rest of 1
         self._node_rates = node_rates(problem)
         self._rates = {
@@ -126,7 +127,7 @@ class ScoreLimits:
         """What a colocated group can do that may work for others; None if the model does not fit."""
         if group.counts not in self._plan_regions:
             plan = self._plan_of(group)
-            self._plan_regions[group.counts] = self._planner.region(plan) if plan else None
+            self._plan_regions[group.counts] = self._region_of(plan) if plan else None
         return self._plan_regions[group.counts]
 
     def _rate_limit(self, group: Group) -> float:

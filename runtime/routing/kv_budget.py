@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from cluster_specs.loader import resolve
-from cost_model.pipeline import BATCHES_PER_REPLICA, PipelineSemantics, outgoing_prompts, prompts_held
+from cost_model.pipeline import (
+    BATCHES_PER_REPLICA,
+    PipelineSemantics,
+    kept_prompts,
+    outgoing_prompts,
+    prompts_held,
+)
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from runtime.routing.backlog import Backlog
 from runtime.routing.instances import Instance
 from runtime.routing.windowed_room import WindowedAccount
-
-SPARE_PROMPTS, SPARE_SHARE = 2, 0.05
-"""Prompts for other replicas for which a mixed replica keeps room beyond their share, and the most of its
-requests that these may be."""
 
 
 def kv_budgets(placement: Placement) -> dict[str, int]:
@@ -49,17 +51,15 @@ def outgoing_tokens(replica: Replica, placement: Placement) -> int | None:
     """Tokens of KV cache that are kept for prompts for other replicas in a mixed replica, which may take no
     more; None: nothing is kept, and they may take all (in other roles).
 
-    If all of its prompts go to others, that is what keeps its steps busy, else their planned share of it:
-    what is kept is lost for its own requests. Where the replica holds many requests, two prompts more cost
-    little, and a chunk is rarely missing. One prompt has room in any case.
+    If all of its prompts go to others, that is what keeps its steps busy, else their planned share of it.
     """
     if replica.role != "mixed":
         return None
     prompts = [route for route in placement.routes if route.from_ == replica.id]
     sent = math.fsum(route.flow_req_s for route in prompts if route.to != replica.id)
     share = sent / (math.fsum(route.flow_req_s for route in prompts) or 1.0)
-    isl, more = placement.workload.isl, min(SPARE_PROMPTS, SPARE_SHARE * replica.max_batch)
-    return math.ceil(max(isl, share * _tokens_of_prompts(replica, placement) + more * isl))
+    isl, steps = placement.workload.isl, _steps(replica, placement)
+    return math.ceil(isl * kept_prompts(share, replica.engine.chunk_tokens / isl, steps, replica.max_batch))
 
 
 def useful_tokens(replica: Replica, placement: Placement) -> int:
@@ -72,14 +72,19 @@ def useful_tokens(replica: Replica, placement: Placement) -> int:
 
 def _tokens_of_prompts(replica: Replica, placement: Placement) -> int:
     """Tokens of the prompts for other replicas that keep a replica busy."""
-    semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
-    isl, steps = placement.workload.isl, replica.engine.steps_in_flight(semantics, len(replica.stages))
+    isl, steps = placement.workload.isl, _steps(replica, placement)
     if replica.role == "mixed":
         return math.ceil(outgoing_prompts(replica.engine.chunk_tokens / isl, steps) * isl)
     longest = placement.model.max_position
     prompts = min(replica.max_batch, replica.engine.step_tokens / isl)
     planned = math.ceil(prompts_held(prompts, steps + 1) * isl)
     return BATCHES_PER_REPLICA * max(planned, longest)
+
+
+def _steps(replica: Replica, placement: Placement) -> int:
+    """Steps that the replica has in flight."""
+    semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
+    return replica.engine.steps_in_flight(semantics, len(replica.stages))
 
 
 @dataclass(slots=True)

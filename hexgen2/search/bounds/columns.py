@@ -152,7 +152,7 @@ def with_its_plan(column: Column, planner: Planner, problem: Problem, counts: No
     if plan is None:
         return replace(column, capacity_req_s=0.0, region=None, planned=True)
     mixes = column.role == "colocated" and problem.mixes
-    region = planner.region(plan) if mixes else None
+    region = planner.mixtures(plan).widest if mixes else None
     return replace(column.with_capacity(plan.capacity_req_s, region), planned=True)
 
 

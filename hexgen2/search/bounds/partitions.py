@@ -187,7 +187,7 @@ class PartitionBound:
             self._able[which][:, :, number] = 0.0
             return True
         mixes = role == "colocated" and self.problem.mixes
-        region = self._planner.region(plan) if mixes else None
+        region = self._planner.mixtures(plan).widest if mixes else None
         carried = self._kv_limits.of_plan(counts, plan) if mixes else self._kv_limits.of_any_plan(counts)
         self._set(group, plan.capacity_req_s, region, carried)
         return True

@@ -20,16 +20,15 @@ from cost_model.pipeline import (
     steps_to_fill,
 )
 from cost_model.queueing import DecodeQueue
+from hexgen2.region import Point
 from hexgen2.replica import EngineSettings
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.timing import Timing
+from hexgen2.search.planning.waiting_prompts import Rates, waiting_s
 from hexgen2.search.problem import Problem
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """The batches tried, as shares of the largest: a smaller one leaves room for layers on faster stages."""
-PREFILL_AHEAD = 2.0
-"""Replicas that prefill are chosen for that, and taken to be so many times as fast at it as those that
-decode. An assumption; benchmarks/search/planned_throughput.py shows what it does to planned requests/s."""
 SMALLEST_STEP = 256
 """Tokens of the smallest prefill step tried under a target for the first token."""
 SOON = 0.3
@@ -219,7 +218,8 @@ class Divisions:
                 prompts = self._pace_of_prompts(pipeline, split, batch, chunk, pace)
                 req_s = min(pace.capacity_req_s, targets.both_req_s(prompts, chunk or 1.0, queue, req_s))
         if pipeline.role == "decode" and not targets.given and req_s > above:
-            req_s = self._beside_prompts(pipeline, split, batch, pace)
+            waits_s = waiting_s(self._pipelines, pipeline, split)
+            req_s = self.beside_prompts(pipeline, split, batch, pace, waits_s)
         steps = 1 if self.problem.pipeline == "literal" else len(split)
         engine = given or self._engine(round(chunk * self.problem.costs.isl), steps)
         return Division(split, batch, pace, req_s, engine)
@@ -244,30 +244,20 @@ class Divisions:
             self._engines[key] = EngineSettings(in_flight=in_flight, **chunks)
         return self._engines[key]
 
-    def _beside_prompts(self, pipeline: Pipeline, split: list[int], batch: int, pace: Pace) -> float:
+    def beside_prompts(
+        self, pipeline: Pipeline, split: list[int], batch: int, pace: Pace, waits_s: float
+    ) -> float:
         """Requests/s of a decode replica that runs up to `batch` requests at that pace, and whose memory also
-        holds the prompts that are still being computed for it: a request has room on both sides from the
-        start, since each layer is sent once it is computed. Which replicas will send to it is not known yet;
-        they are taken to be PREFILL_AHEAD times as fast as its own stages."""
+        holds the prompts that are still being computed for it, each for so long."""
         if self.problem.pipeline != "pipelined":
             return pace.capacity_req_s
-        room, costs = (
-            min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True)),
-            self.problem.costs,
-        )
-        # Admission keeps half of an output's tokens free for each request (see kv_budget.growth_tokens).
-        prompts = costs.prefill_batch()
-        prefill = self._pipelines.timing(pipeline, "prefill", prompts)
-        lead_s = prefill_pace("pipelined", prefill.stage_s(split), prefill.hop_s, prompts).latency_s
-        held_s = lead_s / PREFILL_AHEAD * (costs.isl + costs.osl / 2) / (costs.isl + costs.osl)
-        fewer = max(1.0, room - pace.capacity_req_s * held_s)
-        if fewer >= batch:
-            return pace.capacity_req_s
-        least_req_s = self._pipelines.decode_pace(pipeline, split, fewer).capacity_req_s
-        # Between both, requests/s grow about linearly with the requests that run: room = x + held_s req_s(x).
-        slope = (pace.capacity_req_s - least_req_s) / (batch - fewer)
-        running = fewer + (room - held_s * least_req_s - fewer) / (1 + held_s * slope)
-        return least_req_s + slope * (min(float(batch), running) - fewer)
+        room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
+
+        def at(running: float) -> Point:
+            paced = pace if running == batch else self._pipelines.decode_pace(pipeline, split, running)
+            return 0.0, paced.capacity_req_s
+
+        return Rates.of(at, batch, room).beside(waits_s)[1]
 
     def decode_queue(
         self, pipeline: Pipeline, split: list[int], batch: int, chunk: float = 0.0

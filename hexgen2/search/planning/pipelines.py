@@ -67,14 +67,21 @@ def _fits(memory: list[StageMemory], batch: float, layers: int) -> bool:
 
 
 class Pipelines:
-    """Makes pipelines of one problem, whatever its goal, and times them. Of prefill_batches, prompts in a
-    step, the first that fits is run."""
+    """Makes pipelines of one problem, whatever its goal, and times them.
+
+    Attributes
+    ----------
+    chunks : sizes of chunks that are tried in colocated replicas, in prompts; none without mixed steps
+    chunks_for_others : those tried where they also work for others; none: only the size that is best without
+    prefill_batches : prompts in a step, of which the first that fits is run
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         full = problem.costs.prefill_batch()
         mixes = problem.pipeline == "pipelined"
         self.chunks = tuple(tokens / problem.costs.isl for tokens in CHUNKS) if mixes else ()
+        self.chunks_for_others: tuple[float, ...] = ()
         self.prefill_batches = tuple(dict.fromkeys((full, min(1.0, full))))
         self.stage_kinds = StageKinds(problem)
         self._works: dict[tuple[float, float], Work] = {}

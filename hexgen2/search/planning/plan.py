@@ -17,9 +17,9 @@ import numpy as np
 
 from cost_model.pipeline import prefill_pace
 from cost_model.queueing import DecodeQueue, PrefillQueue
-from hexgen2.region import Region
+from hexgen2.region import Point, Region
 from hexgen2.replica import EngineSettings
-from hexgen2.search.planning.chunks import chunks_worth_trying
+from hexgen2.search.planning.chunks import FEW_GPUS, chunks_worth_trying
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.contenders import Candidates, Contenders, ContenderSearch, PlanLimit
 from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Divisions
@@ -27,8 +27,9 @@ from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.prefill_front import PrefillFront
 from hexgen2.search.planning.regions import limits_of, region_of
 from hexgen2.search.planning.shapes import Shapes, StageShape
+from hexgen2.search.planning.waiting_prompts import waiting_s
 from hexgen2.search.problem import NodeCounts, Problem
-from hexgen2.search.ties import exceeds, greatest
+from hexgen2.search.ties import exceeds, first_greatest, greatest
 
 SLOW_PLAN = 3
 """To plan a colocated replica within a target per output token takes as long as so many other plans."""
@@ -68,6 +69,34 @@ class GroupPlan:
     token_s: float = 0.0
     engine: EngineSettings = DEFAULT_ENGINE
 
+    @property
+    def key(self) -> tuple:
+        """What a colocated group with this plan can do depends on this alone."""
+        return self.stages, self.batch, self.engine, self.capacity_req_s
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """A plan of a colocated group, the first, and those with other sizes of chunks that do more for other
+    replicas, each with what it can do; and a region that has all of these."""
+
+    plans: tuple[GroupPlan, ...]
+    regions: tuple[Region, ...]
+    widest: Region
+
+    @classmethod
+    def of(cls, plans: Sequence[GroupPlan], regions: Sequence[Region]) -> Mixtures:
+        """Those of the plans that do something which none of the others does."""
+        widest = Region.around([corner for region in regions for corner in region.corners])
+        corners = set(widest.corners)
+        kept = [k for k, region in enumerate(regions) if not k or not corners.isdisjoint(region.corners)]
+        return cls(tuple(plans[k] for k in kept), tuple(regions[k] for k in kept), widest)
+
+    def nearest(self, point: Point) -> int:
+        """The number of the plan for which so many prompts/s and answers/s are least work; the first of
+        those that are equal."""
+        return first_greatest(range(len(self.plans)), [-region.busy(*point) for region in self.regions])
+
 
 def _plan_of(stages: tuple[PlannedStage, ...], division: Division) -> GroupPlan:
     """The plan of these stages with this division."""
@@ -88,7 +117,12 @@ def _with_few_chunks(problem: Problem, shapes: Shapes) -> Pipelines:
     pipelines = Pipelines(problem)
     if pipelines.chunks and "colocated" in problem.roles:
         chosen = chunks_worth_trying(problem, ContenderSearch(pipelines, problem), shapes)
-        pipelines.chunks = tuple(pipelines.chunks[k] for k in chosen)
+        every = pipelines.chunks
+        pipelines.chunks = tuple(every[k] for k in chosen)
+        if not problem.targets.given:
+            # The largest suits replicas that mostly compute prompts for others.
+            more = every[1::2] if len(problem.usable) <= FEW_GPUS else every[-1:]
+            pipelines.chunks_for_others = tuple(sorted({*pipelines.chunks, *more}))
     return pipelines
 
 
@@ -130,6 +164,8 @@ class Planner:
         )
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
+        self._beside: dict[tuple, float] = {}
+        self._mixtures: dict[tuple, Mixtures] = {}
         self._limits: dict[tuple[str, NodeCounts], PlanLimit | None] = {}
         targets = problem.targets
         self._limited_by = targets.given, targets.tpot_s, targets.attainment
@@ -415,18 +451,51 @@ class Planner:
         one stage may."""
         return self.problem.engine != "vllm" or len(plan.stages) == 1
 
-    def region(self, plan: GroupPlan) -> Region:
+    def decodes_beside(self, plan: GroupPlan, waits_s: float) -> float:
+        """Requests/s of a decode replica for which others compute prompts for so long; at most what it was
+        planned with."""
+        key = plan.key, waits_s
+        if key not in self._beside:
+            pipeline, split = self._planned_pipeline("decode", plan)
+            pace = self._pipelines.decode_pace(pipeline, split, plan.batch)
+            found = self._divisions.beside_prompts(pipeline, split, int(plan.batch), pace, waits_s)
+            self._beside[key] = min(plan.capacity_req_s, found)
+        return self._beside[key]
+
+    def region(self, plan: GroupPlan, waits_s: float | None = None) -> Region:
         """What a colocated group with this plan can do if it also works for other replicas, in requests/s
         within the targets: its own requests at its capacity, either phase alone, and steps that all have a
-        chunk."""
-        key = (plan.stages, plan.batch, plan.engine, plan.capacity_req_s)
+        chunk.
+
+        Parameters
+        ----------
+        waits_s : for so long do requests hold room that wait for the prompts of others; None: as if these
+            replicas were like this one, the least that is assumed
+        """
+        key = plan.key, waits_s
         if key not in self._regions:
             pipeline, split = self._planned_pipeline("colocated", plan)
             chunk = plan.engine.chunk_tokens / self.problem.costs.isl
+            least_s = waiting_s(self._pipelines, pipeline, split)
             self._regions[key] = region_of(
-                self._pipelines, pipeline, split, plan.batch, chunk, plan.capacity_req_s
+                *(self._pipelines, pipeline, split, plan.batch, chunk, plan.capacity_req_s),
+                max(least_s, waits_s or 0.0),
             )
         return self._regions[key]
+
+    def mixtures(self, plan: GroupPlan, waits_s: float | None = None) -> Mixtures:
+        """What a colocated group with this plan can do for itself and for others (see `region`), with any
+        size of chunks."""
+        key = plan.key, waits_s
+        if key not in self._mixtures:
+            plans, room = [plan], int(plan.batch)
+            pipeline, split = self._planned_pipeline("colocated", plan)
+            for chunk in self._pipelines.chunks_for_others:
+                found = self._divisions.within_targets(pipeline, split, room, chunk)
+                if found and found.engine.chunk_tokens != plan.engine.chunk_tokens:
+                    plans.append(_plan_of(plan.stages, found))
+            self._mixtures[key] = Mixtures.of(plans, [self.region(each, waits_s) for each in plans])
+        return self._mixtures[key]
 
     def _planned_pipeline(self, role: str, plan: GroupPlan) -> tuple[Pipeline, list[int]]:
         """The pipeline of a plan, and the layers of its stages."""

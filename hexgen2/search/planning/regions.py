@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 
 from cost_model.base import CostModel
-from cost_model.pipeline import PhaseTimes, mixed_period_s, outgoing_prompts
+from cost_model.pipeline import PhaseTimes, kept_prompts, mixed_period_s
 from hexgen2.region import Point, Region
 from hexgen2.search.planning.contenders import Contenders, PlanLimit
 from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_step_s
 from hexgen2.search.planning.pipeline_rows import StepTimes
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
+from hexgen2.search.planning.waiting_prompts import Rates
 
-SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
+TILE = 128
+"""Tokens by which the time of a step's products jumps."""
+SHARES = (0.3, 0.5, 0.85)
 """Shares of mixed steps at which a mixed replica's region is looked at."""
-TELLING = (SHARES[2], SHARES[-1])
+TELLING = SHARES[1:]
 """Those of them that limit regions most: the former where hops take long, the latter where they do not."""
 
 
@@ -47,17 +50,23 @@ def _regions(
     most_req_s : the limit of each group
     """
     costs, layers, rows = pipelines.problem.costs, pipelines.problem.model.layers, found.rows
-    chunks, count, times = pipelines.chunks, len(rows), StepTimes(costs, rows)
-    kept = np.concatenate([_kept(costs, chunk, rows.stages) for chunk in chunks])
+    chunks, count, times = pipelines.chunks_for_others or pipelines.chunks, len(rows), StepTimes(costs, rows)
+    kept = _room_kept(costs, 0.0, 0.0, rows.stages, 0.0)
     room = rows.largest_batch("decode", costs.batch_cap + math.ceil(kept.max()), layers)
-    batch = np.minimum(found.batch.T.ravel(), np.tile(room, len(chunks)) - kept)
+    # Without targets, the size of chunks does not limit the batch.
+    most = found.batch[:, :1].repeat(len(chunks), 1) if pipelines.chunks_for_others else found.batch
+    batch = np.minimum(most.T.ravel(), np.tile(room - kept, len(chunks)))
     held = np.maximum(batch, 1.0) / np.tile(rows.stages, len(chunks))
-    # Where there is no room for others' prompts, or another size of chunk is better, a replica has no such
-    # region.
-    able = (batch >= 1).reshape(len(chunks), count) & (found.of_chunks >= found.least[:, None]).T
+    # Where there is no room for others' prompts, or another size of chunk is better and the only one tried, a
+    # replica has no such region.
+    able = (batch >= 1).reshape(len(chunks), count)
+    if not pipelines.chunks_for_others:
+        able &= (found.of_chunks >= found.least[:, None]).T
     prompts, none = np.repeat(chunks, count), np.zeros_like(held)
     only, mixed, rest = times.of(prompts, none), times.of(prompts, held), times.of(none, held)
     step_s = least_step_s(mixed, layers)
+    fewer = _below_jump(prompts * costs.isl, held) if costs.tiled else held
+    fewer_step_s = least_step_s(times.of(prompts, fewer), layers)
     chains = (MixedSteps(np.full_like(held, share), prompts, mixed.stages) for share in TELLING)
     decode_s = np.maximum(*(least_decodes_s(mixed, rest, layers, chain) for chain in chains))
 
@@ -67,22 +76,35 @@ def _regions(
     most_prompts = of_each(prompts / least_step_s(only, layers)).max(axis=0)
     most_answers = of_each(held / (costs.osl * decode_s)).max(axis=0)
     alone = (np.maximum.reduceat(most, first).tolist() for most in (most_prompts, most_answers))
-    both = np.stack([of_each(prompts / step_s), of_each(held / (costs.osl * step_s))]).T
-    mixtures = (part.reshape(-1, 2).tolist() for part in np.split(both, first[1:]))
+    points = ((prompts / step_s, held / step_s), (prompts / fewer_step_s, fewer / fewer_step_s))
+    both = np.concatenate([np.stack([of_each(p), of_each(d / costs.osl)]) for p, d in points], axis=1)
+    mixtures = (part.reshape(-1, 2).tolist() for part in np.split(both.T, first[1:]))
     return [
         Region.around([(p, 0.0), (0.0, d), (own, own), *map(tuple, mixed)])
         for p, d, own, mixed in zip(*alone, most_req_s, mixtures, strict=True)
     ]
 
 
-def _kept(costs: CostModel, chunk: float, stages: Any) -> Any:
-    """Requests for which a replica of so many stages (or [n] replicas) has no room, because it keeps room for
-    prompts that go on elsewhere: if all of them do (with fewer, it keeps less)."""
-    return outgoing_prompts(chunk, stages) * costs.isl / (costs.isl + costs.osl)
+def _below_jump(prompt_tokens: np.ndarray, decodes: np.ndarray) -> np.ndarray:
+    """So many decodes, or the few less with which a step's tokens fill whole tiles."""
+    whole = np.floor((prompt_tokens + decodes) / TILE) * TILE - prompt_tokens
+    return np.where((whole < decodes) & (whole >= decodes / 2), whole, decodes)
+
+
+def _room_kept(costs: CostModel, share: float, chunk: float, stages: Any, batch: float) -> Any:
+    """Requests for which a replica of so many stages (or [n] replicas) and `batch` requests has no room,
+    because it keeps room for prompts that go on elsewhere, which are that share of all."""
+    return kept_prompts(share, chunk, stages, batch) * costs.isl / (costs.isl + costs.osl)
 
 
 def region_of(
-    pipelines: Pipelines, pipeline: Pipeline, split: list[int], most: float, chunk: float, both: float
+    pipelines: Pipelines,
+    pipeline: Pipeline,
+    split: list[int],
+    most: float,
+    chunk: float,
+    both: float,
+    waits_s: float,
 ) -> Region:
     """What a colocated replica with these layers can do.
 
@@ -91,13 +113,14 @@ def region_of(
     most : requests that it holds if it works for itself
     chunk : prompts in a mixed step, at most
     both : its own requests/s, within the targets
+    waits_s : for so long do requests hold room whose prompts others compute
     """
     costs, osl, stages = pipelines.problem.costs, pipelines.problem.costs.osl, len(split)
     room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
-    batch = min(most, room - _kept(costs, chunk, stages))
-    if batch < 1:
+    # Those that take more answers than they compute prompts send nothing.
+    taking, sending = (room - float(_room_kept(costs, share, chunk, stages, most)) for share in (0.0, 1.0))
+    if min(most, sending) < 1:
         return Region.around([(both, both)])
-    held = batch / stages
 
     def times(decodes: float, prompts: float) -> PhaseTimes:
         step = pipelines.mixed_step(pipeline, decodes, prompts)
@@ -110,15 +133,21 @@ def region_of(
         period_s = mixed_period_s(mixed, decode, share)
         return share * chunk / period_s, decodes / (osl * period_s)
 
+    def rates(share: float) -> Rates:
+        return Rates.of(lambda batch: point(batch / stages, share), min(most, taking), taking)
+
     # The engine spreads decodes over all steps: as long as there are any, prompts come in chunks.
-    prompts_only, every_step, none = point(0.0, 1.0), point(held, 1.0), point(held, 0.0)
-    answers = none[1]
-    for p, d in (point(held, share) for share in SHARES):
-        if p < every_step[0]:  # Where one step in a pipeline delays all, less than on a line in between.
-            answers = min(answers, d + (d - every_step[1]) * p / (every_step[0] - p))
+    prompts_only, every_step, none = point(0.0, 1.0), rates(1.0), rates(0.0)
+    most_prompts, answers = every_step.full[0], none.full[1]
+    for p, d in (point(none.batch / stages, share) for share in SHARES if stages > 1):
+        if p < most_prompts:  # Where one step in a pipeline delays all, less than on a line in between.
+            answers = min(answers, d + (d - every_step.full[1]) * p / (most_prompts - p))
+    answers *= none.beside(waits_s)[1] / none.full[1]
+    takes = every_step.full[0] <= every_step.full[1]
+    both_phases = every_step.beside(waits_s) if takes else point(min(most, sending) / stages, 1.0)
     # Of its own requests alone, the plan knows better how prompts and answers come.
     balanced = pipelines.decode_pace(pipeline, split, int(most), chunk).capacity_req_s
     within = min(1.0, both / balanced)
-    corners = [(p * within, d * within) for p, d in (prompts_only, every_step, (0.0, answers))]
+    corners = [(p * within, d * within) for p, d in (prompts_only, both_phases, (0.0, answers))]
     found = Region.around([(both, both), *corners])
     return found if found.balanced <= both * (1 + 1e-9) else found.times(both / found.balanced)

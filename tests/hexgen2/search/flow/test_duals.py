@@ -34,9 +34,10 @@ def kv_bound(draw: st.DrawFn) -> tuple[Evaluator, Evaluation]:
 def test_no_step_gains_more_than_its_prices_promise(case):
     evaluator, current = case
     duals = evaluator.duals(current)
-    assert evaluator.limit_by_duals(current.solution, current, duals) == pytest.approx(
-        current.score, rel=1e-6
-    )
+    # Decode replicas may do less beside the prompts of these prefill replicas than beside those of others.
+    here = evaluator.limit_by_duals(current.solution, current, duals)
+    beside = sum(r.plan.capacity_req_s - r.capacity_req_s for r in current.decode)
+    assert current.score * (1 - 1e-6) <= here <= (current.score + beside) * (1 + 1e-6)
     for _, solution in list(all_steps(evaluator, current))[:60]:
         limit = evaluator.limit_by_duals(solution, current, duals)
         # Evaluate again, because the memo may have the solution with other stage orders.

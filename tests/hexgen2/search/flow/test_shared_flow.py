@@ -196,16 +196,16 @@ def test_a_route_occupies_what_its_kv_cache_and_both_pipelines_cross():
 
 
 def test_routes_of_a_replica_share_its_gpus_ports():
-    """One GPU sends to two receivers in its node: twice the routes, but no more flow."""
+    """One GPU sends to three receivers in its node: more routes, but no more flow."""
     nodes = [
         {
             "name": "a",
-            "accelerators": "A100-80GB:3",
+            "accelerators": "A100-80GB:4",
             "interconnect": {"bandwidth_gbyte_s": 1, "latency_us": 0},
         }
     ]
     problem = problem_from({"name": "one", "nodes": nodes}, "opt-30b", "HPHD")
-    solution = Solution((Group("prefill", ((0, 1),)), Group("decode", ((0, 1),)), Group("decode", ((0, 1),))))
+    solution = Solution((Group("prefill", ((0, 1),)), *[Group("decode", ((0, 1),))] * 3))
     kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
     assert Evaluator(problem).evaluate(solution).req_s == pytest.approx(1e9 / kv_bytes, rel=1e-6)
 

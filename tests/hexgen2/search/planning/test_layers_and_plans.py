@@ -15,10 +15,10 @@ from cluster_specs.schema import ClusterSpec
 from cost_model.base import TensorGroup, Work
 from cost_model.pipeline import CHUNKS, PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
 from hexgen2.goal import Goal
-from hexgen2.search.planning.divisions import PREFILL_AHEAD
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.shapes import partitions
+from hexgen2.search.planning.waiting_prompts import PREFILL_AHEAD
 from hexgen2.search.problem import Problem, counts_of, make_problem
 
 
