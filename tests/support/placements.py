@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster_specs.schema import AcceleratorSpec, ClusterSpec
 from cost_model.architecture import ModelArchitecture
@@ -99,5 +100,9 @@ def one_of_each_role() -> Placement:
         Group("prefill", ((3, 1), (4, 3), (6, 2))),
     )
     problem = make_problem("hexgen2-setting-3", "llama-2-70b", "online", phases="flexible")
-    evaluated = Evaluator(problem).evaluate(Solution(groups))
+    evaluator = Evaluator(problem)
+    found = evaluator.evaluate(Solution(groups))
+    # With the chunks that suit its own requests, it can do either phase for others.
+    usual = tuple(replace(r, plan=r.own or r.plan, own=None) for r in found.colocated)
+    evaluated = evaluator.with_plans(found.solution, found.prefill, found.decode, usual)
     return build_placement(problem, evaluated, "by-hand", SearchRecord(seconds=0.0, seed=0, evaluations=1))

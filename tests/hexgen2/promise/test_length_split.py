@@ -172,7 +172,7 @@ def test_the_search_asks_the_simulator_and_keeps_the_undivided_one_in_a_tie(monk
     goal = placed().goal.model_copy(update={"objective": "goodput", "ttft_ms": 4000.0, "tpot_ms": 250.0})
     placement = placed().model_copy(update={"goal": goal})
     cluster = Cluster.from_spec(placement.cluster)
-    effort = Effort(first=200, final=300, most=400, longest=600, final_runs=2, challengers=0)
+    effort = Effort(first=800, final=800, most=1200, longest=1600, final_runs=2, challengers=0)
     asked = []
 
     def promised(divided):

@@ -84,19 +84,19 @@ def test_nothing_is_lost_with_a_mixed_replica(case):
 
 
 def test_shares_move_with_longer_outputs_and_more_is_served():
-    placement = placement_of("hexgen2-setting-3", "llama-2-70b", "online")
+    placement = one_of_each_role()
     planned = placement.workload
     longer = with_lengths(placement, planned.isl, 1.5 * planned.osl).workload
-    requests = online(LengthSource(longer), placement.throughput.req_s, 4000, (5,))
+    requests = online(LengthSource(longer), placement.throughput.req_s, 6000, (5,))
     moved, kept = (simulate(placement, requests, Options(shift_load=shift)) for shift in (True, False))
-    assert moved.completed == kept.completed == 4000
+    assert moved.completed == kept.completed == 6000
     assert moved.steady_request_throughput > kept.steady_request_throughput
     assert any("shares of routes moved" in line for line in moved.assumptions)
     assert not any("shares of routes moved" in line for line in kept.assumptions)
 
 
 def test_shares_stay_while_no_request_waits():
-    placement = placement_of("hexgen2-setting-3", "llama-2-70b", "online")
+    placement = one_of_each_role()
     longer = with_lengths(placement, placement.workload.isl, 1.5 * placement.workload.osl).workload
     requests = online(LengthSource(longer), 0.5 * placement.throughput.req_s, 2000, (5,))
     moved, kept = (simulate(placement, requests, Options(shift_load=shift)) for shift in (True, False))
