@@ -72,6 +72,9 @@ LINEAR_UNTIL = 0.4
 """Share of the time limit after which the linear program's start is taken as far as it has come."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
 """The same for pure phases, and the share of the time limit after which these searches end."""
+MANY_UNLIKE, UNLIKE = 8, 2.0
+"""With more classes of nodes, a search among colocated replicas gets so many times the effort: most groups of
+a candidate have to be planned then."""
 PATIENCE = 10.0
 """A time limit allows so many times the effort."""
 CHEAPEST_TRIES = 4
@@ -298,6 +301,8 @@ def _search_pure(state: SearchState, phases: Phases, seed: int, report: Report) 
     pure = state.restricted_to(phases, *PURE_UNTIL[phases])
     pure.progress = lambda now: report(now.incumbent.best)
     stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
+    if phases == "colocated" and len(state.evaluator.planner.classes.nodes) > MANY_UNLIKE:
+        stale *= UNLIKE
     pure.spend(params.effort * patience, stale_effort=stale * patience)
     climb_from_starts(pure)
     settle(pure, seed)
