@@ -18,6 +18,8 @@ from hexgen2.search.ties import ranks_above
 class PlannedReplica:
     """A group with the plan that it runs; index is its place in the solution.
 
+    Attributes
+    ----------
     own : the plan with which it serves most by itself, where it works for others with another size of chunks
     beside_req_s : what a decode replica serves beside the prompts that are computed for it, if it is known
         how long that takes

@@ -117,10 +117,9 @@ def test_mixed_replicas_run_chunks_that_serve_nearly_as_much_as_any(problem, dat
         running = tuple(replace(r, plan=plan) for r, plan in zip(usual, plans, strict=True))
         tried = evaluator.with_plans(found.solution, found.prefill, found.decode, running)
         most = max(most, tried.req_s)
-    assert 0.97 * most <= found.req_s
-    assert (
-        found.req_s >= evaluator.with_plans(found.solution, found.prefill, found.decode, tuple(usual)).req_s
-    )
+    as_usual = evaluator.with_plans(found.solution, found.prefill, found.decode, tuple(usual))
+    # What flows and knapsacks find is equal but for rounding.
+    assert found.req_s >= max(0.97 * most, as_usual.req_s * (1 - 2e-6))
 
 
 @settings(max_examples=40, deadline=None)
