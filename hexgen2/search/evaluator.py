@@ -20,7 +20,7 @@ from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.evaluation import Evaluation, PlannedReplica
 from hexgen2.search.flow.duals import Duals, Stages
 from hexgen2.search.flow.max_flow import MANY_PAIRS, FlowNetwork, solve
-from hexgen2.search.flow.regions import Share, shares_by_program
+from hexgen2.search.flow.regions import MixedFlow, Share, flow_by_program
 from hexgen2.search.flow.routes import NO_ROUTE, RouteUse, pipeline_use, route_use
 from hexgen2.search.flow.shared_use import SharedUse, shared_use
 from hexgen2.search.knapsack import best_points, served
@@ -39,6 +39,8 @@ SMALL = 1e-9
 """Requests/s that are rounding."""
 ROUTES_AWAY = 4
 """Routes of a replica to other parts of the cluster, where there are too many for all."""
+ROUNDING = 1e-6
+"""Share of a linear program's value that may be the solver's rounding."""
 MOST_PAIRS = 200_000
 """Between more pairs of replicas, links do not decide what each replica does: that program takes seconds."""
 WAITS_TRIED = 3
@@ -147,6 +149,27 @@ class Evaluator:
             known = self._evaluated[key] = self._with_best_chunks(solution, *sides)
         return known
 
+    def limit_by_links(self, solution: Solution, near: Evaluation) -> float:
+        """An upper limit on the score of a solution whose colocated replicas work for others, in a fraction of
+        the time that `evaluate` takes: what links let them do if each had all sizes of chunks at once, and
+        nobody waited for prompts. Infinity where it would take long, or nobody works for others."""
+        known = self._evaluated.get(solution.key)
+        if known is not None:
+            return known.score
+        if not self.problem.mixes:
+            return math.inf
+        prefill, decode, colocated = (
+            self._replicas(solution, role, near.plans) for role in ("prefill", "decode", "colocated")
+        )
+        mixed = tuple(replica for replica in colocated if self.planner.moves_kv(replica.plan))
+        pairs = (len(prefill) + len(mixed)) * (len(decode) + len(mixed))
+        if not mixed or pairs > MOST_PAIRS:
+            return math.inf
+        alone = _capacity([replica for replica in colocated if replica not in mixed])
+        found = self._flow_by_program(prefill, decode, mixed, [self.region_of(r.plan) for r in mixed])
+        total = _capacity(prefill) + _capacity(decode) + _capacity(colocated)
+        return (found.req_s + alone) * (1 + ROUNDING) + self.params.plateau_share * total
+
     def reordered(self, evaluation: Evaluation) -> Evaluation:
         """The same solution with the stage orders that suit its KV routes best, if the routes limit it."""
         if evaluation.network.routes.size > MANY_PAIRS:
@@ -236,7 +259,7 @@ class Evaluator:
         if found.req_s >= most * (1 - 1e-6) or pairs > MOST_PAIRS:
             return found
         beside = self._beside(decode, waits_s)
-        by_program = self._shares_by_program(prefill, beside, tuple(mixed), widest)
+        by_program = self._flow_by_program(prefill, beside, tuple(mixed), widest).shares
         worked = [(share.alone + share.sent, share.alone + share.received) for share in by_program]
         near = [each.nearest(point) for each, point in zip(mixtures, worked, strict=True)]
         own = [0] * len(mixtures)
@@ -279,8 +302,8 @@ class Evaluator:
         if (len(prefill) + len(mixed)) * (len(decode) + len(mixed)) > MOST_PAIRS:
             apart = self._with_shares(solution, prefill, decode, colocated)
             return apart if apart.better_than(found) else found
-        by_program = self._shares_by_program(prefill, decode, mixed, [regions[k] for k in able])
-        for k, share in zip(able, by_program, strict=True):
+        by_program = self._flow_by_program(prefill, decode, mixed, [regions[k] for k in able])
+        for k, share in zip(able, by_program.shares, strict=True):
             shares[k] = share
         return self._with_shares(solution, prefill, decode, colocated, shares, regions)
 
@@ -309,14 +332,14 @@ class Evaluator:
         able = (self.planner.decodes_beside(replica.plan, waits_s) for replica in decode)
         return tuple(replace(each, beside_req_s=req_s) for each, req_s in zip(decode, able, strict=True))
 
-    def _shares_by_program(
+    def _flow_by_program(
         self,
         prefill: tuple[PlannedReplica, ...],
         decode: tuple[PlannedReplica, ...],
         mixed: tuple[PlannedReplica, ...],
         regions: Sequence[Region],
-    ) -> list[Share]:
-        """What each mixed replica does where the links limit the flow."""
+    ) -> MixedFlow:
+        """The flow, and what each mixed replica does, where the links limit it."""
         senders, receivers = (*prefill, *mixed), (*decode, *mixed)
         sends, takes = (np.array([r.capacity_req_s for r in side]) for side in (senders, receivers))
         routes, shared = self._routes_between(senders, receivers)
@@ -325,7 +348,7 @@ class Evaluator:
         resource, busy_s = (
             np.concatenate(parts) for parts in ([use.resources for use in own], [use.busy_s for use in own])
         )
-        return shares_by_program(FlowNetwork(sends, takes, routes, shared), regions, resource, at, busy_s)
+        return flow_by_program(FlowNetwork(sends, takes, routes, shared), regions, resource, at, busy_s)
 
     def _routes_between(
         self, senders: tuple[PlannedReplica, ...], receivers: tuple[PlannedReplica, ...]

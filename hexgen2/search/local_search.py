@@ -81,6 +81,8 @@ def _best_of(
     for limit, (step, solution) in greatest_first(promising, lambda promise: promise[0]):
         if not exceeds(limit, threshold) or (best and state.finished()) or state.stopping.out_of_time():
             break
+        if not exceeds(evaluator.limit_by_links(solution, current), threshold):
+            continue
         tried = evaluator.evaluate(solution, current)
         if exceeds(tried.score, threshold):
             best, threshold = (step, tried), tried.score

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import coo_array, csr_array
+from scipy.sparse import csr_array
 
 from hexgen2.region import Region
 from hexgen2.search.flow.max_flow import GLOP_PARAMETERS, FlowNetwork
 from hexgen2.search.linear_program import LinearProgram
+
+MOVED = 1e-6
+"""By so much less counts a request whose KV cache moves: of equal flows, that which moves fewer."""
 
 
 class Share(NamedTuple):
@@ -26,10 +29,17 @@ class Share(NamedTuple):
     received: float
 
 
-def shares_by_program(
+class MixedFlow(NamedTuple):
+    """A flow's requests/s, those included that mixed replicas serve alone, and what each of these does."""
+
+    req_s: float
+    shares: list[Share]
+
+
+def flow_by_program(
     network: FlowNetwork, regions: Sequence[Region], resource: np.ndarray, at: np.ndarray, busy_s: np.ndarray
-) -> list[Share]:
-    """What each mixed replica does in a flow of the greatest value, under the links that routes share.
+) -> MixedFlow:
+    """A flow of the greatest value, under the links that routes share.
 
     Parameters
     ----------
@@ -41,46 +51,33 @@ def shares_by_program(
     senders, receivers = network.routes.shape
     mixed, pairs = len(regions), senders * receivers
     first_p, first_d = senders - mixed, receivers - mixed
-    row: list[np.ndarray] = []
-    column: list[np.ndarray] = []
-    value: list[np.ndarray] = []
-    limits: list[float] = []
-
-    def entries(columns: np.ndarray, values: np.ndarray | float) -> None:
-        row.append(np.full(len(columns), len(limits)))
-        column.append(columns)
-        value.append(np.broadcast_to(values, len(columns)))
-
+    sides = np.array([len(region.edges) for region in regions])
+    edges = np.array([edge for region in regions for edge in region.edges])
+    # The rows: prefill replicas, decode replicas, the sides of each region, and the shared resources.
+    side, owner = first_p + first_d + np.arange(len(edges)), np.repeat(np.arange(mixed), sides)
+    limits = np.concatenate([network.prefill[:first_p], network.decode[:first_d], np.ones(len(edges))])
     route = np.arange(pairs).reshape(senders, receivers)
-    for i in range(first_p):
-        entries(route[i], 1.0)
-        limits.append(float(network.prefill[i]))
-    for j in range(first_d):
-        entries(route[:, j], 1.0)
-        limits.append(float(network.decode[j]))
-    for k, region in enumerate(regions):
-        for a, b in region.edges:
-            entries(route[first_p + k], a)
-            entries(route[:, first_d + k], b)
-            entries(np.array([pairs + k]), a + b)
-            limits.append(1.0)
+    sent, received = route[:first_p], route[:, :first_d]
+    entries = [
+        (sent // receivers, sent, np.ones(sent.shape)),
+        (first_p + received % receivers, received, np.ones(received.shape)),
+        (np.repeat(side, receivers), route[first_p + owner], np.repeat(edges[:, 0], receivers)),
+        (np.repeat(side, senders), route.T[first_d + owner], np.repeat(edges[:, 1], senders)),
+        (side, pairs + owner, edges.sum(axis=1)),
+    ]
     shared = network.shared
     if shared is not None:
         used, numbers = np.unique(np.concatenate([shared.resource, resource]), return_inverse=True)
-        row.append(numbers + len(limits))
-        column.append(np.concatenate([shared.route, pairs + at]))
-        value.append(np.concatenate([shared.busy_s, busy_s]))
-        limits += [1.0] * len(used)
+        on_links = np.concatenate([shared.route, pairs + at]), np.concatenate([shared.busy_s, busy_s])
+        entries.append((numbers + len(limits), *on_links))
+        limits = np.concatenate([limits, np.ones(len(used))])
+    row, column, value = (np.concatenate([part[k].ravel() for part in entries]) for k in range(3))
     most = np.concatenate([network.routes.ravel(), np.full(mixed, np.inf)])
     most[route[first_p + np.arange(mixed), first_d + np.arange(mixed)]] = 0.0
-    cells = (np.concatenate(value), (np.concatenate(row), np.concatenate(column)))
-    matrix = csr_array(coo_array(cells, shape=(len(limits), len(most))))
-    # Of equal flows, that which moves fewer KV caches.
-    gain = np.concatenate([np.full(pairs, 1 - 1e-6), np.ones(mixed)])
+    matrix = csr_array((value, (row, column)), shape=(len(limits), len(most)))
+    gain = np.concatenate([np.full(pairs, 1 - MOVED), np.ones(mixed)])
     used = np.flatnonzero(most > 0)
-    program = LinearProgram(
-        gain[used], matrix[:, used], np.full(len(limits), -np.inf), np.array(limits), most[used]
-    )
+    program = LinearProgram(gain[used], matrix[:, used], np.full(len(limits), -np.inf), limits, most[used])
     found = program.solve(GLOP_PARAMETERS) or program.solve()
     if found is None:
         raise RuntimeError("the linear program of mixed replicas has no solution")
@@ -88,4 +85,5 @@ def shares_by_program(
     x[used] = found.x
     flow, alone = np.maximum(0.0, x[:pairs]).reshape(senders, receivers), x[pairs:]
     sent, received = flow[first_p:].sum(axis=1), flow[:, first_d:].sum(axis=0)
-    return [Share(*map(float, each)) for each in zip(np.maximum(0.0, alone), sent, received, strict=True)]
+    each = zip(np.maximum(0.0, alone), sent, received, strict=True)
+    return MixedFlow(found.value / (1 - MOVED), [Share(*map(float, one)) for one in each])
