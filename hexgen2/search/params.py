@@ -73,10 +73,10 @@ class Params:
     perturbations: int = 100
     perturbation_steps: int = 3
 
-    disaggregated_effort: float = 1500
-    colocated_effort: float = 1000
-    linear_effort: float = 300
-    stale_effort: float = 1000
+    disaggregated_effort: float = 500
+    colocated_effort: float = 350
+    linear_effort: float = 100
+    stale_effort: float = 350
 
     rental_effort: float = 8000
     rental_attempt_effort: float = 2500
