@@ -75,6 +75,9 @@ PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "c
 MANY_UNLIKE, UNLIKE = 8, 2.0
 """With more classes of nodes, a search among colocated replicas gets so many times the effort: most groups of
 a candidate have to be planned then."""
+NEAR = 0.7
+"""A mixture is not looked for near the best of pure phases that serves less than this share of the best: it
+would take longest there, and end behind."""
 PATIENCE = 10.0
 """A time limit allows so many times the effort."""
 CHEAPEST_TRIES = 4
@@ -277,7 +280,8 @@ def _mix(state: SearchState, others: Mapping[str, Background], refines: Callable
                 _take_pure(state, phases, others[phases])
     refines()
     for kind, best in greatest_first(state.pure.items(), lambda each: each[1].req_s):
-        refine(state, best.solution, f"start all {kind}")
+        if best.req_s >= NEAR * state.best_req_s:
+            refine(state, best.solution, f"start all {kind}")
     state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
     if len(state.evaluator.problem.usable) > 1:
         climb_from_partitions(state)

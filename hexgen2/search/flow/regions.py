@@ -67,17 +67,20 @@ def flow_by_program(
     ]
     shared = network.shared
     if shared is not None:
-        used, numbers = np.unique(np.concatenate([shared.resource, resource]), return_inverse=True)
+        links, numbers = np.unique(np.concatenate([shared.resource, resource]), return_inverse=True)
         on_links = np.concatenate([shared.route, pairs + at]), np.concatenate([shared.busy_s, busy_s])
         entries.append((numbers + len(limits), *on_links))
-        limits = np.concatenate([limits, np.ones(len(used))])
-    row, column, value = (np.concatenate([part[k].ravel() for part in entries]) for k in range(3))
+        limits = np.concatenate([limits, np.ones(len(links))])
     most = np.concatenate([network.routes.ravel(), np.full(mixed, np.inf)])
     most[route[first_p + np.arange(mixed), first_d + np.arange(mixed)]] = 0.0
-    matrix = csr_array((value, (row, column)), shape=(len(limits), len(most)))
+    used = most > 0
+    row, column, value = (np.concatenate([part[k].ravel() for part in entries]) for k in range(3))
+    kept, number = used[column], np.cumsum(used) - 1
+    matrix = csr_array(
+        (value[kept], (row[kept], number[column[kept]])), shape=(len(limits), int(used.sum()))
+    )
     gain = np.concatenate([np.full(pairs, 1 - MOVED), np.ones(mixed)])
-    used = np.flatnonzero(most > 0)
-    program = LinearProgram(gain[used], matrix[:, used], np.full(len(limits), -np.inf), limits, most[used])
+    program = LinearProgram(gain[used], matrix, np.full(len(limits), -np.inf), limits, most[used])
     found = program.solve(GLOP_PARAMETERS) or program.solve()
     if found is None:
         raise RuntimeError("the linear program of mixed replicas has no solution")
