@@ -7,33 +7,57 @@ from __future__ import annotations
 
 import gc
 import sys
+from importlib import import_module
 
 import click
 
 from cost_model.errors import HexGen2Error
-from hexgen2.commands.bench import bench
-from hexgen2.commands.calibrate import calibrate
-from hexgen2.commands.compare import compare
-from hexgen2.commands.estimate import estimate
-from hexgen2.commands.export import export
-from hexgen2.commands.launch import launch
-from hexgen2.commands.node import node
-from hexgen2.commands.probe import probe
-from hexgen2.commands.search import search
-from hexgen2.commands.show import list_, show
-from hexgen2.commands.simulate import simulate
 from hexgen2.terminal import NOTHING_LEFT, echo, fail, leave
 
+COMMANDS = {
+    "search": "search:search",
+    "launch": "launch:launch",
+    "node": "node:node",
+    "export": "export:export",
+    "simulate": "simulate:simulate",
+    "compare": "compare:compare",
+    "bench": "bench:bench",
+    "estimate": "estimate:estimate",
+    "calibrate": "calibrate:calibrate",
+    "probe": "probe:probe",
+    "show": "show:show",
+    "list": "show:list_",
+}
+"""Each command's module in hexgen2/commands/, and its name there. Only the one that is run is imported, which
+takes time."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class Commands(click.Group):
+    """The commands, imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All of them, in alphabetical order."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The command of this name, if there is one."""
+        if name in COMMANDS:
+            return imported(name)
+        self.commands = {each: imported(each) for each in COMMANDS}  # The error says which is meant.
+        return None
+
+
+def imported(name: str) -> click.Command:
+    """A command by its name."""
+    module, attribute = COMMANDS[name].split(":")
+    found: click.Command = getattr(import_module(f"hexgen2.commands.{module}"), attribute)
+    return found
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hexgen2")
 def cli() -> None:
     """Place and serve large language models on mixed GPUs, with disaggregated prefill and decode."""
-
-
-COMMANDS = (search, launch, node, export, simulate, compare, bench, estimate, calibrate, probe, show, list_)
-for command in COMMANDS:
-    cli.add_command(command)
 
 
 NEW_OBJECTS = 10_000

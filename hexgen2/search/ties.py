@@ -70,6 +70,13 @@ def first_greatest(items: Sequence[T], values: Sequence[float]) -> T:
     return next(item for item, value in zip(items, values, strict=True) if value >= floor)
 
 
+def first_smallest(values: Sequence[float]) -> int:
+    """Index of the first of the values that tie for the smallest; none is negative, some are finite."""
+    smallest = min(values)
+    ceiling = smallest + TOLERANCE * smallest + SMALLEST
+    return next(k for k, value in enumerate(values) if value <= ceiling)
+
+
 def least(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
     """The items that tie for the smallest value, in their order."""
     return greatest(items, lambda item: -value(item))

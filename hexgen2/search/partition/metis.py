@@ -7,7 +7,6 @@ way back. Beyond the paper, whose partition is spectral (spectral.py).
 from __future__ import annotations
 
 import numpy as np
-import pymetis
 
 from hexgen2.search.ties import first_largest
 
@@ -35,6 +34,8 @@ def metis_partition(weights: np.ndarray, memory: np.ndarray, groups: int, seed: 
     -------
     [n] integers in 0..groups-1, every group non-empty
     """
+    import pymetis  # Slow to import; many searches do without.
+
     if not 1 <= groups <= len(memory):
         raise ValueError(f"cannot split {len(memory)} vertices into {groups} groups")
     if groups == 1:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hexgen2.search.planning.timing import Timings
-from hexgen2.search.ties import first_greatest, order
+from hexgen2.search.ties import first_greatest, first_smallest, order
 
 
 def balance_layers(
@@ -34,10 +34,15 @@ def balance_layers(
     level = (layers + edges) / math.fsum(1 / a for a in layer_s)
     split = [max(1, min(limit[j], int((level - edge_s[j]) / layer_s[j] + 1e-9))) for j in range(stages)]
     missing = layers - sum(split)
-    while missing > 0:
-        room = [j for j in range(stages) if split[j] < limit[j]]
-        split[first_greatest(room, [-(layer_s[j] * (split[j] + 1) + edge_s[j]) for j in room])] += 1
-        missing -= 1
+    if missing > 0:
+        longer_s = [
+            layer_s[j] * (split[j] + 1) + edge_s[j] if split[j] < limit[j] else math.inf
+            for j in range(stages)
+        ]
+        for _ in range(missing):
+            j = first_smallest(longer_s)
+            split[j] += 1
+            longer_s[j] = layer_s[j] * (split[j] + 1) + edge_s[j] if split[j] < limit[j] else math.inf
     while missing < 0:
         several = [j for j in range(stages) if split[j] > 1]
         split[first_greatest(several, [layer_s[j] * split[j] + edge_s[j] for j in several])] -= 1

@@ -183,13 +183,20 @@ class Pipelines:
 
     def mixed_step(self, pipeline: Pipeline, decodes: float, prompts: float) -> Timing:
         """Seconds of each stage and hop for a step with so many prompts and decodes."""
-        kinds, last = pipeline.kinds, len(pipeline.kinds) - 1
+        costs, last, key = self.problem.costs, len(pipeline.kinds) - 1, (prompts, decodes)
         work = self.mixed_work(prompts, decodes)
-        return Timing(
-            [self._mixed_layer_s(kind, prompts, decodes) for kind in kinds],
-            [self._edge_of_work_s(kind, work.sampled, j == last) for j, kind in enumerate(kinds)],
-            [self.problem.costs.hop_work_s(hop, work.tokens) for hop in pipeline.hops],
-        )
+        layer_s, edge_s = [], []
+        for j, kind in enumerate(pipeline.kinds):
+            found = kind.mixed_layer_s.get(key)
+            if found is None:
+                found = kind.mixed_layer_s[key] = costs.layer_work_s(kind.group, work)
+            layer_s.append(found)
+            edge = work.sampled, j == last
+            found = kind.mixed_edge_s.get(edge)
+            if found is None:
+                found = kind.mixed_edge_s[edge] = costs.edge_work_s(kind.group, *edge)
+            edge_s.append(found)
+        return Timing(layer_s, edge_s, [costs.hop_work_s(hop, work.tokens) for hop in pipeline.hops])
 
     def mixed_work(self, prompts: float, decodes: float) -> Work:
         """The work of a mixed step, remembered."""
@@ -197,13 +204,6 @@ class Pipelines:
         if key not in self._works:
             self._works[key] = self.problem.costs.mixed_work(prompts, decodes)
         return self._works[key]
-
-    def _edge_of_work_s(self, kind: StageKind, sampled: float, last: bool) -> float:
-        """Seconds of the first or last stage for what is beside the layers, remembered."""
-        key = sampled, last
-        if key not in kind.mixed_edge_s:
-            kind.mixed_edge_s[key] = self.problem.costs.edge_work_s(kind.group, sampled, last)
-        return kind.mixed_edge_s[key]
 
     def _decode_timing(self, pipeline: Pipeline, batch: float) -> Timing:
         """Seconds of a decode step while `batch` requests are held."""
@@ -226,8 +226,9 @@ class Pipelines:
 
     def timing(self, pipeline: Pipeline, phase: Phase, batch: float) -> Timing:
         """Seconds of each stage and hop for a step of `batch` requests."""
-        if (phase, batch) in pipeline.timings:
-            return pipeline.timings[phase, batch]
+        found = pipeline.timings.get((phase, batch))
+        if found is not None:
+            return found
         costs, kinds = self.problem.costs, pipeline.kinds
         layer_s, edge_s = [], []
         for j, kind in enumerate(kinds):
@@ -246,15 +247,6 @@ class Pipelines:
         if key not in kind.layer_s:
             kind.layer_s[key] = self.problem.costs.layer_s(phase, kind.group, batch)
         return kind.layer_s[key]
-
-    def _mixed_layer_s(self, kind: StageKind, prompts: float, decodes: float) -> float:
-        """Seconds of one layer for a step with so many prompts and decodes, remembered."""
-        key = prompts, decodes
-        found = kind.mixed_layer_s.get(key)
-        if found is None:
-            work = self.mixed_work(prompts, decodes)
-            found = kind.mixed_layer_s[key] = self.problem.costs.layer_work_s(kind.group, work)
-        return found
 
     def split(self, timing: Timing, limits: list[int], by_sum: bool) -> list[int] | None:
         """Layers of each stage, at most `limits`: with the least total time (by_sum), or the least time of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -122,15 +123,18 @@ def region_of(
     if min(most, sending) < 1:
         return Region.around([(both, both)])
 
-    def times(decodes: float, prompts: float) -> PhaseTimes:
-        step = pipelines.mixed_step(pipeline, decodes, prompts)
-        return PhaseTimes(step.stage_s(split), step.hop_s, prompts)
+    @cache
+    def times(decodes: float) -> tuple[PhaseTimes, PhaseTimes]:
+        """Of steps with so many decodes: of one with a chunk beside them, and of one without."""
+        step = pipelines.mixed_step(pipeline, decodes, chunk)
+        mixed = PhaseTimes(step.stage_s(split), step.hop_s, chunk)
+        if not decodes:
+            return mixed, mixed
+        rest = pipelines.timing(pipeline, "decode", decodes)
+        return mixed, PhaseTimes(rest.stage_s(split), rest.hop_s, decodes)
 
     def point(decodes: float, share: float) -> Point:
-        mixed = times(decodes, chunk)
-        rest = pipelines.timing(pipeline, "decode", decodes) if decodes else None
-        decode = PhaseTimes(rest.stage_s(split), rest.hop_s, decodes) if rest else mixed
-        period_s = mixed_period_s(mixed, decode, share)
+        period_s = mixed_period_s(*times(decodes), share)
         return share * chunk / period_s, decodes / (osl * period_s)
 
     def rates(share: float) -> Rates:

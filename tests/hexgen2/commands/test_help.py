@@ -10,10 +10,10 @@ import click
 import pytest
 from commands import hexgen2 as run
 
-from hexgen2.cli import COMMANDS
+from hexgen2.cli import COMMANDS, imported
 from hexgen2.commands.options import GroupedOption
 
-BY_NAME = {command.name: command for command in COMMANDS}
+BY_NAME = {name: imported(name) for name in COMMANDS}
 
 
 @pytest.mark.parametrize("name", BY_NAME)
