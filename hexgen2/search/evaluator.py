@@ -150,8 +150,8 @@ class Evaluator:
         return known
 
     def limit_by_links(self, solution: Solution, near: Evaluation) -> float:
-        """An upper limit on the score of a solution whose colocated replicas work for others, in a fraction of
-        the time that `evaluate` takes: what links let them do if each had all sizes of chunks at once, and
+        """An upper limit on the score of a solution whose colocated replicas work for others, in a fraction
+        of the time that `evaluate` takes: what links let them do if each had all sizes of chunks at once, and
         nobody waited for prompts. Infinity where it would take long, or nobody works for others."""
         known = self._evaluated.get(solution.key)
         if known is not None:

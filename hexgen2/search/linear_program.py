@@ -15,8 +15,11 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 from ortools.linear_solver.python import model_builder_helper as linear
-from scipy.sparse import csr_array
 
+from hexgen2.search.sparse_rows import SparseRows
+
+MANY_ENTRIES = 20_000
+"""A matrix of more entries is filled in at once, for which scipy.sparse is imported."""
 IMPLIED_PASSES = 8
 """Times that all rows are looked at for limits of variables."""
 
@@ -30,6 +33,44 @@ class Optimum:
     bound: float
     x: np.ndarray
     duals: np.ndarray
+
+
+def _fill(
+    model: linear.ModelBuilderHelper,
+    gain: np.ndarray,
+    matrix: SparseRows,
+    row_least: np.ndarray,
+    row_most: np.ndarray,
+    most: np.ndarray,
+) -> None:
+    """Fill in a program, one entry at a time."""
+    size = len(gain)
+    model.add_var_array_with_bounds(np.zeros(size), most, np.zeros(size, dtype=bool), "")  # type: ignore[arg-type]
+    for column, each in enumerate(gain.tolist()):
+        model.set_var_objective_coefficient(column, each)
+    for low, high in zip(row_least.tolist(), row_most.tolist(), strict=True):
+        row = model.add_linear_constraint()
+        model.set_constraint_lower_bound(row, low)
+        model.set_constraint_upper_bound(row, high)
+    add = model.add_term_to_constraint
+    for entry in zip(matrix.rows.tolist(), matrix.columns.tolist(), matrix.values.tolist(), strict=True):
+        add(*entry)
+
+
+def _fill_at_once(
+    model: linear.ModelBuilderHelper,
+    gain: np.ndarray,
+    matrix: SparseRows,
+    row_least: np.ndarray,
+    row_most: np.ndarray,
+    most: np.ndarray,
+) -> None:
+    """The same in a tenth of the time where there are many entries."""
+    from scipy.sparse import csr_array
+
+    shape = matrix.count, matrix.width
+    rows = csr_array((matrix.values, matrix.columns, matrix.starts), shape=shape)
+    model.fill_model_from_sparse_data(np.zeros(len(gain)), most, gain, row_least, row_most, rows)  # type: ignore[arg-type]
 
 
 class LinearProgram:
@@ -46,16 +87,17 @@ class LinearProgram:
     def __init__(
         self,
         gain: np.ndarray,
-        matrix: csr_array,
+        matrix: SparseRows,
         row_least: np.ndarray,
         row_most: np.ndarray,
         most: np.ndarray | None = None,
     ) -> None:
         size = len(gain)
         most = np.full(size, math.inf) if most is None else most
-        self._model = model = linear.ModelBuilderHelper()
-        model.fill_model_from_sparse_data(np.zeros(size), most, gain, row_least, row_most, matrix)  # type: ignore[arg-type]
-        model.set_maximize(True)
+        self._model = linear.ModelBuilderHelper()
+        fill = _fill_at_once if len(matrix.values) > MANY_ENTRIES else _fill
+        fill(self._model, gain, matrix, row_least, row_most, most)
+        self._model.set_maximize(True)
 
     @property
     def size(self) -> int:
@@ -103,7 +145,7 @@ class LinearProgram:
 
 def solve_whole(
     gain: np.ndarray,
-    matrix: csr_array,
+    matrix: SparseRows,
     row_least: np.ndarray,
     row_most: np.ndarray,
     whole_most: Mapping[int, float],
@@ -131,9 +173,7 @@ def solve_whole(
     most = implied_most(matrix, row_least, row_most, most)
     lp.col_cost_, lp.col_lower_, lp.col_upper_, lp.integrality_ = gain, np.zeros(len(gain)), most, kinds
     lp.row_lower_, lp.row_upper_ = row_least, row_most
-    rows = csr_array(matrix)
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = rows.indptr, rows.indices, rows.data
+    set_rows(lp, matrix)
     # To simplify the program first takes as long as to solve it.
     solver = make_highs(presolve="off", mip_rel_gap=gap, mip_max_nodes=branches)
     if time_s is not None:
@@ -156,14 +196,13 @@ def solve_whole(
 
 
 def implied_most(
-    matrix: csr_array, row_least: np.ndarray, row_most: np.ndarray, most: np.ndarray
+    matrix: SparseRows, row_least: np.ndarray, row_most: np.ndarray, most: np.ndarray
 ) -> np.ndarray:
     """[n] what no x exceeds, with 0 <= x <= most and row_least <= matrix x <= row_most: as far as the rows,
     one at a time and with what the others have shown, say so."""
-    rows = csr_array(matrix)
-    row, column, value = np.repeat(np.arange(rows.shape[0]), np.diff(rows.indptr)), rows.indices, rows.data
+    row, column, value = matrix.rows, matrix.columns, matrix.values
     # Rows with least values are rows with most values, negated.
-    row, column, value = np.r_[row, row + rows.shape[0]], np.r_[column, column], np.r_[value, -value]
+    row, column, value = np.r_[row, row + matrix.count], np.r_[column, column], np.r_[value, -value]
     limit = np.r_[row_most, -row_least]
     takes = np.flatnonzero((value > 0) & np.isfinite(limit[row]))
     most = most.astype(float)
@@ -176,6 +215,13 @@ def implied_most(
             break
         most = found
     return most
+
+
+def set_rows(lp: highspy.HighsLp, matrix: SparseRows) -> None:
+    """Make this the matrix of a program for HiGHS."""
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_ = matrix.starts, matrix.columns
+    lp.a_matrix_.value_ = matrix.values
 
 
 def make_highs(**options: float | str) -> highspy.Highs:

@@ -3,8 +3,14 @@ the other (search/neighbourhoods.py), instead of all groups at once. Beyond the 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
+from hexgen2.search.background import POLL_S, Background, Report, free_cores
+from hexgen2.search.bounds.upper_bounds import UpperBound
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
 from hexgen2.search.neighbourhoods import improve_neighbourhoods
@@ -23,6 +29,14 @@ STARTS_UNTIL, FIRST_UNTIL = 0.6, 0.8
 phases for comparison."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.83, 0.86), "colocated": (0.88, 0.9)}
 """The same for pure phases; the rest of the time is for the best of all."""
+MOST_BESIDE = 400
+"""Of so many GPUs, pure phases are searched in the background, where a core is free. Beside a process of more
+of them, this one would take longer, too."""
+FIRST_BESIDE, BOUND_BESIDE = 0.8, 0.95
+"""The shares of the time limit after which a search with that in the background turns to what it found with
+pure phases, and waits for the bound."""
+PURE_BESIDE: dict[Phases, tuple[float, float]] = {"disaggregated": (0.58, 0.65), "colocated": (0.72, 0.77)}
+"""What PURE_UNTIL says, in the background; then the bound is tightened there."""
 ALL_BUT_OUTPUT = 0.9
 """The share of the time limit after which a search of one kind of phases alone does with the parts so far."""
 TIGHTENED, ALL_BUT_LAST = 0.92, 0.98
@@ -36,21 +50,93 @@ def has_parts(evaluator: Evaluator) -> bool:
 
 def explore_parts(state: SearchState, seed: int) -> None:
     """Offer the best solution of a large cluster."""
-    if state.evaluator.problem.phases == "flexible":
-        _improve(state, seed, STARTS_UNTIL, FIRST_UNTIL)
-        for phases, (starts, ends) in PURE_UNTIL.items():
-            if not state.finished():
-                _improve_pure(state, phases, seed, starts, ends)
-    _improve(state, seed + 1, ALL_BUT_OUTPUT, TIGHTENED)
-    _tighten_bound(state)
+    flexible = state.evaluator.problem.phases == "flexible"
+    limited = state.stopping.time_limit_s is not None
+    few = len(state.evaluator.problem.usable) <= MOST_BESIDE
+    if flexible and few and (free_cores() or not limited):
+        _improve_beside_pure(state, seed)
+    else:
+        if flexible:
+            _improve(state, seed, STARTS_UNTIL, FIRST_UNTIL)
+            for phases, (starts, ends) in PURE_UNTIL.items():
+                if not state.finished():
+                    _improve_pure(state, phases, seed, starts, ends)
+        _improve(state, seed + 1, ALL_BUT_OUTPUT, TIGHTENED)
+        _tighten_bound(state, ALL_BUT_LAST)
     best = state.incumbent.best
     if best is not None and not state.finished():
         refine(state, best.solution, "all at once")
 
 
+class Beside(NamedTuple):
+    """What the background found: the best solutions with pure phases, whether these are the last, whether
+    there was too little time for them, and the bound."""
+
+    pure: dict[Phases, Evaluation]
+    all_pure: bool = False
+    hurried: bool = True
+    bound: UpperBound | None = None
+
+
+def _improve_beside_pure(state: SearchState, seed: int) -> None:
+    """Offer the best of all phases, while those of pure ones are searched in the background, and the bound is
+    tightened there."""
+    beside = Background(partial(_search_beside, state, seed))
+    try:
+        _improve(state, seed, STARTS_UNTIL, FIRST_BESIDE)
+        if not state.finished():
+            found = _pure_of(beside, partial(state.stopping.spent, FIRST_BESIDE))
+            state.stopping.hurried |= found.hurried
+            for phases, best in found.pure.items():
+                state.take_pure(phases, best)
+        _improve(state, seed + 1, ALL_BUT_OUTPUT, BOUND_BESIDE)
+        if not state.finished():
+            beside.wait(partial(state.stopping.spent, ALL_BUT_LAST))
+            found = beside.result() if beside.done else beside.latest()
+            if found is not None and found.bound is not None:
+                state.bounded_by(found.bound)
+    finally:
+        beside.cancel()
+
+
+def _pure_of(beside: Background[Beside], stop: Callable[[], bool]) -> Beside:
+    """What was found with pure phases, once that is all, or it is time to stop."""
+    if not beside.elsewhere:
+        return beside.result()
+    while not stop():
+        found = beside.latest()
+        if beside.done:
+            return beside.result()
+        if found is not None and found.all_pure:
+            return found
+        time.sleep(POLL_S)
+    return beside.latest() or Beside({})
+
+
+def _search_beside(state: SearchState, seed: int, report: Report) -> Beside:
+    """The best solutions found with pure phases, and a tighter bound. Every improvement is reported."""
+    found = Beside({}, hurried=False)
+
+    def keep(phases: Phases, now: SearchState) -> None:
+        if now.incumbent.best is not None:
+            found.pure[phases] = now.incumbent.best
+            report(found._replace(hurried=True))
+
+    for phases, (starts, ends) in PURE_BESIDE.items():
+        pure = state.restricted_to(phases, starts, ends)
+        pure.progress = partial(keep, phases)
+        pure.spend(state.evaluator.params.effort)
+        _improve(pure, seed, starts / ends, 1.0)
+        found = found._replace(hurried=found.hurried or pure.stopping.cut_anywhere is not None)
+    found = found._replace(all_pure=True)
+    report(found)
+    state.progress = None
+    _tighten_bound(state, BOUND_BESIDE)
+    return found._replace(bound=state.incumbent.bound)
+
+
 def _improve_pure(state: SearchState, phases: Phases, seed: int, starts: float, ends: float) -> None:
-    """Offer the best solution found with these phases only, until these shares of the time limit. Here, and
-    not in the background: beside a process of a large cluster, this one would take longer, too."""
+    """Offer the best solution found with these phases only, until these shares of the time limit."""
     pure = state.restricted_to(phases, starts, ends)
     pure.spend(state.evaluator.params.effort)
     try:
@@ -60,11 +146,11 @@ def _improve_pure(state: SearchState, phases: Phases, seed: int, starts: float, 
         state.take_pure(phases, pure.incumbent.best)
 
 
-def _tighten_bound(state: SearchState) -> None:
-    """Tighten the bound, if a time limit has left that for later."""
+def _tighten_bound(state: SearchState, until: float) -> None:
+    """Tighten the bound until this share of the time limit, if there is one: it has left that for later."""
     relaxed, stopping = state.evaluator.relaxed, state.stopping
     if stopping.time_limit_s is not None and relaxed.list_columns() and not state.finished():
-        relaxed.stop, relaxed.patient = partial(stopping.spent, ALL_BUT_LAST), True
+        relaxed.stop, relaxed.patient = partial(stopping.spent, until), True
         state.bounded_by(relaxed.tighten())
 
 
@@ -77,6 +163,9 @@ def _improve(state: SearchState, seed: int, starts_until: float, until: float) -
     try:
         if not state.started_by_parts:
             _offer_starts(state, whole, starts_until)
+        best = state.incumbent.best
+        if best is not None and not state.finished():
+            refine(state, best.solution, "all at once")
         improve_neighbourhoods(state, seed)
     finally:
         whole.after(state.stopping)

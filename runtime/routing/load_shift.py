@@ -14,11 +14,14 @@ import math
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hexgen2.placement import Placement
 from hexgen2.prediction.other_lengths import with_lengths
-from runtime.routing.reflow import Reflow
 from runtime.routing.router import Route, routes_of
+
+if TYPE_CHECKING:
+    from runtime.routing.reflow import Reflow
 
 WINDOW = 600
 """Requests over which lengths are averaged."""
@@ -149,6 +152,8 @@ class LoadShift:
     def plan(self) -> Reflow:
         """For the planned lengths."""
         if self._plan is None:
+            from runtime.routing.reflow import Reflow  # Slow to import: scipy comes with it.
+
             self._plan = Reflow(self._placement)
         return self._plan
 
@@ -198,6 +203,8 @@ class LoadShift:
         self.lengths, self._since_move = lengths, 0
         current = None
         if lengths != self.planned:
+            from runtime.routing.reflow import Reflow
+
             current = Reflow(with_lengths(self._placement, lengths.prompt, lengths.output))
             if self.plan.gain(lost, current) < WORTHWHILE:
                 current = None

@@ -40,7 +40,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_array, vstack
 
 from hexgen2.placement import OPTIMAL
 from hexgen2.region import Point
@@ -51,6 +50,7 @@ from hexgen2.search.partition.coarsen import sums_by
 from hexgen2.search.planning.classes import NodeClasses
 from hexgen2.search.planning.shapes import partitions
 from hexgen2.search.problem import ROLES
+from hexgen2.search.sparse_rows import SparseRows
 from hexgen2.search.ties import spread
 
 INFINITY = math.inf
@@ -63,7 +63,7 @@ TIE = 1e-3
 """Share of a column's capacity by which a rule may prefer another one: the solver's tolerance is 1e-6."""
 Entries = list[tuple[int, float]]
 """A column of the matrix: (row, coefficient)."""
-Arrays = tuple[np.ndarray, csr_array, np.ndarray, np.ndarray]
+Arrays = tuple[np.ndarray, SparseRows, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -296,11 +296,12 @@ class ConfigurationLP:
         groups = range(self._first, self._first + len(columns))
         gain[0] = 0.0
         gain[groups.start : groups.stop] = [-self.price_of(column) for column in columns]
-        flow = csr_array(([1.0], ([0], [0])), shape=(1, len(gain)))
+        flow = np.zeros(len(gain))
+        flow[0] = 1.0
         limits = {k: self._classes.most_groups(c.pattern) for k, c in zip(groups, columns, strict=True)}
         found = solve_whole(
             gain,
-            csr_array(vstack([matrix, flow])),
+            matrix.then(flow),
             np.append(row_least, req_s),
             np.append(row_most, INFINITY),
             limits,
@@ -367,7 +368,7 @@ class ConfigurationLP:
         gain = np.zeros(len(numbers))
         gain[0] = 1.0
         row = np.where(row == OWN, numbers[variable], row)
-        coefficients = csr_array((value, (row, variable)), shape=(len(rows), len(numbers)))
+        coefficients = SparseRows.of(row, variable, value, (len(rows), len(numbers)))
         row_least, row_most = np.array(rows).T
         return gain, coefficients, row_least.copy(), row_most.copy()
 

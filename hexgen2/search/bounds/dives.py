@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from hexgen2.search.linear_program import LinearProgram
 from hexgen2.search.problem import NodeCounts
+from hexgen2.search.sparse_rows import SparseRows
 from hexgen2.search.ties import first_largest, greatest
 
 ROUNDING = 1e-6
 """Groups that are the solver's rounding."""
-Arrays = tuple[np.ndarray, csr_array, np.ndarray, np.ndarray]
+Arrays = tuple[np.ndarray, SparseRows, np.ndarray, np.ndarray]
 Found = tuple[float, np.ndarray]
 """The value of a program, and how many groups [n] of each kind are formed."""
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from hexgen2.region import Point
 from hexgen2.search.bounds.columns import Column
@@ -37,6 +36,7 @@ from hexgen2.search.partition.parts import bandwidth_between
 from hexgen2.search.planning.classes import NodeClasses, Pattern
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
+from hexgen2.search.sparse_rows import SparseRows
 from hexgen2.search.ties import first_largest, greatest_first
 
 MOST = 1200
@@ -218,11 +218,11 @@ class PartProgram:
             prefills = candidate.group.role == "prefill"
             self._variable(0.0 if prefills else 1.0, [(here, 1.0), *(out if prefills else into)])
 
-    def _arrays(self) -> tuple[np.ndarray, csr_array, np.ndarray, np.ndarray]:
+    def _arrays(self) -> tuple[np.ndarray, SparseRows, np.ndarray, np.ndarray]:
         """Gain [n], matrix [r, n], and the least and most of each row [r]."""
         row, column, value = np.array(self._entries).T
         size = (len(self._limits), len(self._gain))
-        matrix = csr_array((value, (row.astype(int), column.astype(int))), shape=size)
+        matrix = SparseRows.of(row.astype(int), column.astype(int), value, size)
         low, high = (np.array(limits) for limits in zip(*self._limits, strict=True))
         return np.array(self._gain), matrix, low, high
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.graph.python import max_flow
-from scipy.sparse import csr_array, vstack
 
 from hexgen2.search.flow.shared_use import SharedUse
 from hexgen2.search.linear_program import LinearProgram, Optimum
+from hexgen2.search.sparse_rows import SparseRows
 from hexgen2.search.ties import TOLERANCE, spread
 
 ROUNDS, FEW_ROUNDS, MANY_PAIRS = 10, 2, 10_000
@@ -155,11 +155,10 @@ def settled(network: FlowNetwork, flow: Flow) -> Flow:
     matrix, limits = _constraints(network)
     routes = network.routes.ravel()
     transfer_s = np.divide(1.0, routes, out=np.zeros(routes.size), where=routes > 0)
-    total = csr_array(np.full((1, routes.size), -1.0))
     try:
         found = _solved(
             routes,
-            vstack([matrix, total], format="csr"),
+            matrix.then(np.full(routes.size, -1.0)),
             np.append(limits, -flow.value * (1 - 1e-10)),
             -(transfer_s / transfer_s.mean() + 0.1 * spread(routes.size)),
         )
@@ -176,7 +175,7 @@ def _with_sharing(network: FlowNetwork) -> Flow:
     return _within(network, found.x)
 
 
-def _constraints(network: FlowNetwork) -> tuple[csr_array, np.ndarray]:
+def _constraints(network: FlowNetwork) -> tuple[SparseRows, np.ndarray]:
     """Matrix [r, P * D] and limits [r]: matrix @ flow <= limits says what replicas and shared links carry."""
     p, d = network.routes.shape
     none = np.zeros(0, dtype=np.int64)
@@ -187,14 +186,13 @@ def _constraints(network: FlowNetwork) -> tuple[csr_array, np.ndarray]:
     route = np.arange(p * d)
     columns = np.concatenate([route, route.reshape(p, d).T.ravel(), user])
     values = np.concatenate([np.ones(2 * p * d), busy_s])
-    starts = np.concatenate([[0], np.cumsum(np.concatenate([np.full(p, d), np.full(d, p), entries]))])
+    rows = np.repeat(np.arange(p + d + len(entries)), np.concatenate([np.full(p, d), np.full(d, p), entries]))
     limits = np.concatenate([network.prefill, network.decode, np.ones(len(entries))])
-    matrix = csr_array((values, columns, starts), shape=(len(limits), p * d))
-    return matrix, limits
+    return SparseRows.of(rows, columns, values, (len(limits), p * d)), limits
 
 
 def _solved(
-    most: np.ndarray, matrix: csr_array, limits: np.ndarray, weights: np.ndarray | None = None
+    most: np.ndarray, matrix: SparseRows, limits: np.ndarray, weights: np.ndarray | None = None
 ) -> Optimum:
     """max sum weights x (1 each by default) over 0 <= x <= most and matrix x <= limits.
 
@@ -205,7 +203,7 @@ def _solved(
     gain = np.ones(len(most)) if weights is None else weights
     used = np.flatnonzero(most > 0)
     if len(used) < len(most):
-        gain, matrix = gain[used], matrix[:, used]
+        gain, matrix = gain[used], matrix.only(used)
     program = LinearProgram(gain, matrix, np.full(len(limits), -np.inf), limits, most[used])
     found = program.solve(GLOP_PARAMETERS) or program.solve()
     if found is None:
@@ -229,7 +227,8 @@ def capacity_duals(network: FlowNetwork) -> tuple[np.ndarray, np.ndarray, np.nda
     rows = np.concatenate([route // d, p + route % d, p + d + row])
     values = np.concatenate([np.ones(2 * p * d), busy_s])
     limits = np.concatenate([network.prefill, network.decode, np.ones(len(used))])
-    matrix = csr_array((values, (rows, np.concatenate([route, route, user]))), shape=(len(limits), p * d))
+    columns = np.concatenate([route, route, user])
+    matrix = SparseRows.of(rows, columns, values, (len(limits), p * d))
     duals = np.maximum(0.0, _solved(network.routes.ravel(), matrix, limits).duals)
     of_resources = np.zeros(shared.count if shared else 0)
     of_resources[used] = duals[p + d :]

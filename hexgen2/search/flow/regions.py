@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from hexgen2.region import Region
 from hexgen2.search.flow.max_flow import GLOP_PARAMETERS, FlowNetwork
 from hexgen2.search.linear_program import LinearProgram
+from hexgen2.search.sparse_rows import SparseRows
 
 MOVED = 1e-6
 """By so much less counts a request whose KV cache moves: of equal flows, that which moves fewer."""
@@ -76,9 +76,8 @@ def flow_by_program(
     used = most > 0
     row, column, value = (np.concatenate([part[k].ravel() for part in entries]) for k in range(3))
     kept, number = used[column], np.cumsum(used) - 1
-    matrix = csr_array(
-        (value[kept], (row[kept], number[column[kept]])), shape=(len(limits), int(used.sum()))
-    )
+    shape = len(limits), int(used.sum())
+    matrix = SparseRows.of(row[kept], number[column[kept]], value[kept], shape)
     gain = np.concatenate([np.full(pairs, 1 - MOVED), np.ones(mixed)])
     program = LinearProgram(gain[used], matrix, np.full(len(limits), -np.inf), limits, most[used])
     found = program.solve(GLOP_PARAMETERS) or program.solve()

@@ -24,10 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from hexgen2.search.layer_ranges.instance import Instance
 from hexgen2.search.linear_program import LinearProgram
+from hexgen2.search.sparse_rows import SparseRows
 
 PRECISION = 1e-9
 """Relative width to which a bound is bisected; also by how much a program's value may be off."""
@@ -144,7 +144,7 @@ class _Covering:
             for k, j in cover:
                 matrix[k, c] += 1 / j
         program = LinearProgram(
-            np.ones(len(covers)), csr_array(matrix), np.full(len(matrix), -math.inf), self._counts
+            np.ones(len(covers)), SparseRows.dense(matrix), np.full(len(matrix), -math.inf), self._counts
         )
         found = program.solve()
         assert found is not None

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import highspy
 import numpy as np
-from scipy.sparse import csr_array
 
 from hexgen2.search.layer_ranges.instance import NOTHING, Instance, Ranges
 from hexgen2.search.layer_ranges.max_flow import Flow
-from hexgen2.search.linear_program import make_highs, run
+from hexgen2.search.linear_program import make_highs, run, set_rows
+from hexgen2.search.sparse_rows import SparseRows
 
 DEGREE = 12
 """Links that each node keeps in either direction (the paper's pruned cluster has as many)."""
@@ -140,7 +140,9 @@ class _Program:
     def model(self) -> highspy.HighsLp:
         """The program as HiGHS takes it."""
         size, rows = len(self._limit), self.rows
-        matrix = csr_array((rows.value, (rows.row, rows.column)), shape=(len(rows.least), size))
+        matrix = SparseRows.of(
+            np.array(rows.row), np.array(rows.column), np.array(rows.value), (len(rows.least), size)
+        )
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = size, len(rows.least)
         gain = np.zeros(size)
@@ -148,9 +150,7 @@ class _Program:
         lp.col_cost_, lp.sense_ = gain, highspy.ObjSense.kMaximize
         lp.col_lower_, lp.col_upper_ = np.zeros(size), np.array(self._limit)
         lp.row_lower_, lp.row_upper_ = np.array(rows.least), np.array(rows.most)
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_, lp.a_matrix_.index_ = matrix.indptr, matrix.indices
-        lp.a_matrix_.value_ = matrix.data
+        set_rows(lp, matrix)
         kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
         lp.integrality_ = [kinds[whole] for whole in self._whole]
         return lp

@@ -6,11 +6,13 @@ import threading
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse import csr_array
 
+from hexgen2.search import linear_program
 from hexgen2.search.linear_program import LinearProgram, implied_most, run
+from hexgen2.search.sparse_rows import SparseRows
 
 
 class Talkative:
@@ -56,7 +58,7 @@ def programs(draw):
     equal = np.array([draw(st.booleans()) for _ in range(rows)])
     row_least = np.where(equal & np.isfinite(row_most), row_most, -math.inf)
     most = np.array([draw(st.sampled_from([1.0, 4.0, math.inf])) for _ in range(size)])
-    return csr_array(matrix), row_least, row_most, most
+    return SparseRows.dense(matrix), row_least, row_most, most
 
 
 @given(programs())
@@ -70,3 +72,16 @@ def test_no_solution_exceeds_the_limits_that_rows_imply(program):
         found = lp.solve()
         if found is not None:
             assert found.value <= limit + 1e-6
+
+
+@given(programs())
+@settings(max_examples=50, deadline=None)
+def test_programs_are_the_same_filled_in_at_once(program):
+    matrix, row_least, row_most, most = program
+    arguments = np.ones(len(most)), matrix, row_least, row_most, most
+    one_by_one = LinearProgram(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_program, "MANY_ENTRIES", 0)
+        at_once = LinearProgram(*arguments)
+    texts = [each._model.export_to_mps_string() for each in (one_by_one, at_once)]
+    assert texts[0] == texts[1]

@@ -30,6 +30,7 @@ from hexgen2.search.flow.shared_use import SharedUse
 from hexgen2.search.local_search import guided_steps
 from hexgen2.search.planning.plan import PlannedStage
 from hexgen2.search.problem import Group, Solution, make_problem
+from hexgen2.search.sparse_rows import SparseRows
 from hexgen2.search.ties import spread
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
@@ -100,7 +101,8 @@ def test_the_flow_to_read_does_not_depend_on_the_solvers_pivots(network, seed):
 
     def shuffled(most, matrix, limits, weights=None):
         columns, rows = draw.permutation(len(most)), draw.permutation(len(limits))
-        moved = csr_array(csr_array(matrix)[rows][:, columns])
+        dense = csr_array((matrix.values, matrix.columns, matrix.starts), (matrix.count, matrix.width))
+        moved = SparseRows.dense(dense.toarray()[rows][:, columns])
         weights = np.ones(len(most)) if weights is None else weights
         values = np.empty(len(most))
         values[columns] = solver(most[columns], moved, limits[rows], weights[columns]).x
