@@ -37,6 +37,10 @@ EASY_STEP = 0.25
 LONGER = 3
 """Where hardly any was late at the largest rate allowed, a run of so many times the requests must show the
 same."""
+LONGER_DRAW = 1000
+"""The number of that run's requests, which no other run has."""
+MOST_LATE = 0.95
+"""Of a queue nearly all of whose requests are late, nothing more can be said."""
 HIGHER = 1.05
 """Where enough was in time at the largest rate allowed, one so many times as large is tried, if a run can
 show it: a full fleet may serve less than one that never was full. But until it is full, a fleet takes in more
@@ -75,6 +79,7 @@ def precise_goodput(
         return Found(0.0, 0.0, 0.0, ())
     ceiling, late = min(most_req_s, SUSTAINED * capacity), 1 - goal.attainment
     done: list[Trial] = []
+    queue: FluidQueue | None = None
     found = Found(0.0, 0.0, 0.0, ())
     rate = min(easy_req_s * (1 + EASY_STEP) or start_req_s, ceiling)
     length = LONGER if easy_req_s > 0 and ceiling <= rate < most_req_s else 1
@@ -112,7 +117,29 @@ def precise_goodput(
         if len(known) > 2 and precise and found.req_s <= highest * (1 + NEARBY):
             break
         rate = min(max(found.req_s, rate * (1 - STEP)), rate * (1 + STEP))
+    if done and not stop() and any(replica.role == "mixed" for replica in trials.placement.replicas):
+        found, longer = _as_shown(found, queue, trials, late, count)
+        done += longer
     return replace(found, trials=tuple(done))
+
+
+def _as_shown(
+    found: Found, queue: FluidQueue | None, trials: Trials, late: float, count: Callable[[float, int], int]
+) -> tuple[Found, list[Trial]]:
+    """What a longer run at that rate leaves of it, and the run. In mixed replicas, the work of one request
+    delays those of others, so that queues grow in ways that one server does not show: more may be late in a
+    longer run, as many as with the queue at a larger rate. By that factor it is too large."""
+    if queue is None or found.req_s <= 0:
+        return found, []
+    try:
+        trial = trials.run(found.req_s, count(found.req_s, LONGER), LONGER_DRAW)
+    except OutOfTimeError:
+        return found, []
+    if not trial.whole or 1 - trial.share <= late:
+        return found, [trial]
+    factor = min(1.0, found.req_s / queue.largest_rate(min(1 - trial.share, MOST_LATE)))
+    low, high = factor * found.low_req_s, factor * found.high_req_s
+    return Found(factor * found.req_s, low, high, ()), [trial]
 
 
 def _capacity_req_s(trials: Trials, start_req_s: float, count: int, runs: int) -> float:

@@ -330,3 +330,35 @@ def test_under_vllm_none_but_a_pipeline_beside_a_thin_link():
     found = evaluator.evaluate(solution, near)
     assert len(found.colocated[0].stages) == 2 and found.mixed == frozenset()
     assert found.req_s == pytest.approx(planned.capacity_req_s + found.flow.value)
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(max_gpus=5))
+def test_no_solution_exceeds_its_limit_by_links(problem):
+    every = list(itertools.islice(solutions(replace(problem, phases="flexible")), 0, 2000, 7))
+    evaluator = Evaluator(replace(problem, phases="flexible"))
+    near = evaluator.evaluate(every[0])
+    for solution in every[1:]:
+        limit = evaluator.limit_by_links(solution, near)
+        assert evaluator.evaluate(solution, near).score <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("bandwidth_gbit_s", [0.3, 2, 10])
+def test_limits_by_links_rule_most_steps_out_where_links_are_thin(bandwidth_gbit_s):
+    nodes = [
+        {"name": f"n{k}", "accelerators": f"{gpu}:2"}
+        for k, gpu in enumerate(("L40S", "A6000", "L40", "A10G"))
+    ]
+    network = {"default": {"bandwidth_gbit_s": bandwidth_gbit_s, "latency_us": 50}}
+    cluster = ClusterSpec.model_validate({"name": "thin", "nodes": nodes, "network": network})
+    problem = make_problem(cluster, "llama-3-8b", "LPHD", phases="flexible")
+    evaluator = Evaluator(problem)
+    roles = itertools.product(("prefill", "decode", "colocated"), repeat=4)
+    every = [Solution(tuple(Group(role, ((k, 2),)) for k, role in enumerate(each))) for each in roles]
+    near = evaluator.evaluate(every[-1])
+    limits = [evaluator.limit_by_links(each, near) for each in every]
+    scores = [evaluator.evaluate(each, near).score for each in every]
+    assert all(score <= limit * (1 + 1e-9) for score, limit in zip(scores, limits, strict=True))
+    finite = [(s, x) for s, x in zip(scores, limits, strict=True) if x < float("inf")]
+    assert len(finite) > len(every) / 2  # All in which somebody runs both phases.
+    assert sum(x - s for s, x in finite) < 0.1 * sum(x for _, x in finite)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.cluster.hierarchy import linkage
 from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
 from benchmarks.search.ordinary import FAMILIES, drawn
 from cluster_specs.schema import ClusterSpec
@@ -121,11 +122,13 @@ def test_the_part_program_is_solved_as_by_scipy(gpus: int, seed: int) -> None:
     most = {k: program._most(k) for k in range(len(everyone))}
     found = solve_whole(gain, matrix, low, high, most, 1e-3, 10_000, 30.0)
     limits = np.array([most.get(k, np.inf) for k in range(len(gain))])
+    shape = matrix.count, matrix.width
+    rows = csr_array((matrix.values, matrix.columns, matrix.starts), shape=shape)
     right = milp(
         -gain,
         integrality=[k in most for k in range(len(gain))],
         bounds=Bounds(0, limits),
-        constraints=LinearConstraint(matrix, low, high),
+        constraints=LinearConstraint(rows, low, high),
         options={"mip_rel_gap": 1e-3, "time_limit": 30.0},
     )
     assert found.value >= -right.fun * 0.998
