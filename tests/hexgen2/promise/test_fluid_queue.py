@@ -34,7 +34,7 @@ class Fleet:
     """One server that serves `capacity` requests/s and works in proportion to the answers; requests are late
     that wait longer than the target allows."""
 
-    placement = SimpleNamespace(places=16)
+    placement = SimpleNamespace(places=16, replicas=())
 
     def __init__(self, workload: Workload, capacity: float, seed: int) -> None:
         self.workload, self.capacity, self.seed = workload, capacity, seed
@@ -141,3 +141,21 @@ def test_where_nothing_is_ever_in_time_nothing_is_promised():
     )
     assert found.req_s == 0 and math.isfinite(found.high_req_s)
     assert fleet.run(5.0, 100, 0).share == 1
+
+
+def test_a_longer_run_corrects_what_is_promised_of_mixed_replicas():
+    """Of a fleet that becomes slower by 3 % once a run is long."""
+
+    class Slowing(Fleet):
+        def run(self, rate, count, draw):
+            if count > 4000:
+                return Fleet(ALIKE, 0.97 * 20.0, 3).run(rate, count, draw)
+            return super().run(rate, count, draw)
+
+    short, true = (queue_of(ALIKE, 20.0 * times).largest_rate(0.1) for times in (1, 0.97))
+    for roles, expected in ((("prefill", "decode"), short), (("mixed", "decode"), true)):
+        fleet = Slowing(ALIKE, 20.0, 3)
+        fleet.placement = SimpleNamespace(places=16, replicas=[SimpleNamespace(role=role) for role in roles])
+        found = precise_goodput(fleet, ALIKE, GOAL, short, lambda _, length: 4000 * length, 4000, runs=5)
+        assert found.req_s == pytest.approx(expected, rel=0.012)
+        assert found.low_req_s <= found.req_s <= found.high_req_s
