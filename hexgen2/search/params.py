@@ -73,7 +73,7 @@ class Params:
     perturbations: int = 100
     perturbation_steps: int = 3
 
-    disaggregated_effort: float = 500
+    disaggregated_effort: float = 1000
     colocated_effort: float = 350
     linear_effort: float = 100
     stale_effort: float = 350
