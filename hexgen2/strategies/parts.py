@@ -32,11 +32,13 @@ PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.83, 0.86), 
 MOST_BESIDE = 400
 """Of so many GPUs, pure phases are searched in the background, where a core is free. Beside a process of more
 of them, this one would take longer, too."""
-FIRST_BESIDE, BOUND_BESIDE = 0.8, 0.95
+FIRST_BESIDE, BOUND_BESIDE = 0.82, 0.95
 """The shares of the time limit after which a search with that in the background turns to what it found with
 pure phases, and waits for the bound."""
-PURE_BESIDE: dict[Phases, tuple[float, float]] = {"disaggregated": (0.58, 0.65), "colocated": (0.72, 0.77)}
+PURE_BESIDE: dict[Phases, tuple[float, float]] = {"disaggregated": (0.48, 0.54), "colocated": (0.7, 0.79)}
 """What PURE_UNTIL says, in the background; then the bound is tightened there."""
+AT_ONCE = 0.35
+"""The share of the time left in which the best start is refined as a whole, before neighbourhoods are."""
 ALL_BUT_OUTPUT = 0.9
 """The share of the time limit after which a search of one kind of phases alone does with the parts so far."""
 TIGHTENED, ALL_BUT_LAST = 0.92, 0.98
@@ -163,10 +165,22 @@ def _improve(state: SearchState, seed: int, starts_until: float, until: float) -
     try:
         if not state.started_by_parts:
             _offer_starts(state, whole, starts_until)
-        best = state.incumbent.best
-        if best is not None and not state.finished():
-            refine(state, best.solution, "all at once")
+        _refine_at_once(state)
         improve_neighbourhoods(state, seed)
+    finally:
+        whole.after(state.stopping)
+        state.stopping = whole
+
+
+def _refine_at_once(state: SearchState) -> None:
+    """Refine the best with all its groups to look at, within a part of the time left."""
+    best, whole = state.incumbent.best, state.stopping
+    if best is None or state.finished():
+        return
+    spent = whole.spent_share
+    state.stopping = whole.only_until(spent + AT_ONCE * (1 - spent))
+    try:
+        refine(state, best.solution, "all at once")
     finally:
         whole.after(state.stopping)
         state.stopping = whole
