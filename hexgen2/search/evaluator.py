@@ -43,6 +43,8 @@ ROUNDING = 1e-6
 """Share of a linear program's value that may be the solver's rounding."""
 MOST_PAIRS = 200_000
 """Between more pairs of replicas, links do not decide what each replica does: that program takes seconds."""
+QUICK_PAIRS = 2000
+"""With more, that program takes as long as it would save."""
 WAITS_TRIED = 3
 """How often replicas are divided between both phases anew, because those that send then take another time."""
 _NEVER = math.inf
@@ -163,7 +165,7 @@ class Evaluator:
         )
         mixed = tuple(replica for replica in colocated if self.planner.moves_kv(replica.plan))
         pairs = (len(prefill) + len(mixed)) * (len(decode) + len(mixed))
-        if not mixed or pairs > MOST_PAIRS:
+        if not mixed or pairs > QUICK_PAIRS:
             return math.inf
         alone = _capacity([replica for replica in colocated if replica not in mixed])
         found = self._flow_by_program(prefill, decode, mixed, [self.region_of(r.plan) for r in mixed])

@@ -37,8 +37,9 @@ FIRST_BESIDE, BOUND_BESIDE = 0.82, 0.95
 pure phases, and waits for the bound."""
 PURE_BESIDE: dict[Phases, tuple[float, float]] = {"disaggregated": (0.48, 0.54), "colocated": (0.7, 0.79)}
 """What PURE_UNTIL says, in the background; then the bound is tightened there."""
-AT_ONCE = 0.35
-"""The share of the time left in which the best start is refined as a whole, before neighbourhoods are."""
+AT_ONCE, MOST_AT_ONCE = 0.35, 400
+"""The share of the time left in which the best start is refined as a whole, before neighbourhoods are; not on
+more GPUs."""
 ALL_BUT_OUTPUT = 0.9
 """The share of the time limit after which a search of one kind of phases alone does with the parts so far."""
 TIGHTENED, ALL_BUT_LAST = 0.92, 0.98
@@ -173,9 +174,10 @@ def _improve(state: SearchState, seed: int, starts_until: float, until: float) -
 
 
 def _refine_at_once(state: SearchState) -> None:
-    """Refine the best with all its groups to look at, within a part of the time left."""
+    """Refine the best with all its groups to look at, within a part of the time left, if a step takes little
+    of that."""
     best, whole = state.incumbent.best, state.stopping
-    if best is None or state.finished():
+    if best is None or len(state.evaluator.problem.usable) > MOST_AT_ONCE or state.finished():
         return
     spent = whole.spent_share
     state.stopping = whole.only_until(spent + AT_ONCE * (1 - spent))
