@@ -16,10 +16,8 @@ import highspy
 import numpy as np
 from ortools.linear_solver.python import model_builder_helper as linear
 
-from hexgen2.search.sparse_rows import SparseRows
+from hexgen2.search.sparse_rows import MANY_ENTRIES, SparseRows
 
-MANY_ENTRIES = 20_000
-"""A matrix of more entries is filled in at once, for which scipy.sparse is imported."""
 IMPLIED_PASSES = 8
 """Times that all rows are looked at for limits of variables."""
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MANY_ENTRIES = 20_000
+"""With more entries, scipy.sparse saves more time than its import takes."""
+
 
 @dataclass(frozen=True, eq=False)
 class SparseRows:
@@ -22,6 +25,12 @@ class SparseRows:
     def of(cls, row: np.ndarray, column: np.ndarray, value: np.ndarray, shape: tuple[int, int]) -> SparseRows:
         """The matrix of this shape with these entries [k] in any order; those of one place are added up."""
         count, width = shape
+        if len(value) > MANY_ENTRIES:
+            from scipy.sparse import coo_array
+
+            found = coo_array((value, (row, column)), shape=shape).tocsr()
+            found.sum_duplicates()
+            return cls(found.indptr, found.indices, found.data, width)
         place = np.asarray(row, dtype=np.int64) * width + column
         places, which = np.unique(place, return_inverse=True)
         values = np.bincount(which, value, len(places))

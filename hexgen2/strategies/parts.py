@@ -67,7 +67,10 @@ def explore_parts(state: SearchState, seed: int) -> None:
         _improve(state, seed + 1, ALL_BUT_OUTPUT, TIGHTENED)
         _tighten_bound(state, ALL_BUT_LAST)
     best = state.incumbent.best
-    if best is not None and not state.finished():
+    if best is None or state.finished():
+        return
+    # To evaluate a thousand replicas anew takes seconds.
+    if len(state.evaluator.problem.usable) <= MOST_AT_ONCE or not state.stopping.spent(ALL_BUT_OUTPUT):
         refine(state, best.solution, "all at once")
 
 
