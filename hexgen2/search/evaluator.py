@@ -45,6 +45,8 @@ MOST_PAIRS = 200_000
 """Between more pairs of replicas, links do not decide what each replica does: that program takes seconds."""
 QUICK_PAIRS = 2000
 """With more, that program takes as long as it would save."""
+MOST_TRIED = 200
+"""Of more mixed replicas, one plan makes little difference, and to try others takes seconds."""
 WAITS_TRIED = 3
 """How often replicas are divided between both phases anew, because those that send then take another time."""
 _NEVER = math.inf
@@ -69,7 +71,8 @@ def _best_plans(
 
     numbers = [each.nearest(point) for each, point in zip(mixtures, points, strict=True)]
     tried = [numbers, [0] * len(numbers)]
-    for k, (each, point) in enumerate(zip(mixtures, points, strict=True)):
+    alternatives = zip(mixtures, points, strict=True) if len(mixtures) <= MOST_TRIED else ()
+    for k, (each, point) in enumerate(alternatives):
         if point not in each.widest.corners:  # One at most; the ends of its side may be of different plans.
             others = (number for number in range(len(each.plans)) if number != numbers[k])
             tried += [[*numbers[:k], number, *numbers[k + 1 :]] for number in others]
