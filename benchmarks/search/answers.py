@@ -120,8 +120,10 @@ def serve(timeout_s: int) -> None:
     """Answer one line of standard input after the other until it ends."""
     import networkx  # noqa: F401  imported before the forks, so that no command's time includes it
 
-    import hexgen2.cli  # noqa: F401
+    from hexgen2.cli import COMMANDS, imported
 
+    for name in COMMANDS:
+        imported(name)
     for line in sys.stdin:
         print(_in_a_fork(json.loads(line), timeout_s), flush=True)
 

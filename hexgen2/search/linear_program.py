@@ -41,8 +41,15 @@ def _fill(
     row_most: np.ndarray,
     most: np.ndarray,
 ) -> None:
-    """Fill in a program, one entry at a time."""
+    """Fill in a program: one entry at a time, or where there are many, all at once in a tenth of the time."""
     size = len(gain)
+    if len(matrix.values) > MANY_ENTRIES:
+        from scipy.sparse import csr_array
+
+        shape = matrix.count, matrix.width
+        rows = csr_array((matrix.values, matrix.columns, matrix.starts), shape=shape)
+        model.fill_model_from_sparse_data(np.zeros(size), most, gain, row_least, row_most, rows)  # type: ignore[arg-type]
+        return
     model.add_var_array_with_bounds(np.zeros(size), most, np.zeros(size, dtype=bool), "")  # type: ignore[arg-type]
     for column, each in enumerate(gain.tolist()):
         model.set_var_objective_coefficient(column, each)
@@ -53,22 +60,6 @@ def _fill(
     add = model.add_term_to_constraint
     for entry in zip(matrix.rows.tolist(), matrix.columns.tolist(), matrix.values.tolist(), strict=True):
         add(*entry)
-
-
-def _fill_at_once(
-    model: linear.ModelBuilderHelper,
-    gain: np.ndarray,
-    matrix: SparseRows,
-    row_least: np.ndarray,
-    row_most: np.ndarray,
-    most: np.ndarray,
-) -> None:
-    """The same in a tenth of the time where there are many entries."""
-    from scipy.sparse import csr_array
-
-    shape = matrix.count, matrix.width
-    rows = csr_array((matrix.values, matrix.columns, matrix.starts), shape=shape)
-    model.fill_model_from_sparse_data(np.zeros(len(gain)), most, gain, row_least, row_most, rows)  # type: ignore[arg-type]
 
 
 class LinearProgram:
@@ -93,8 +84,7 @@ class LinearProgram:
         size = len(gain)
         most = np.full(size, math.inf) if most is None else most
         self._model = linear.ModelBuilderHelper()
-        fill = _fill_at_once if len(matrix.values) > MANY_ENTRIES else _fill
-        fill(self._model, gain, matrix, row_least, row_most, most)
+        _fill(self._model, gain, matrix, row_least, row_most, most)
         self._model.set_maximize(True)
 
     @property

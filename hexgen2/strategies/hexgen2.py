@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -218,12 +217,13 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
         if by_parts:
             explore_parts(state, seed)
             return
-        refines = partial(_refine_bound, state, others) if bound_last and not certified else _later
+        refines = bound_last and not certified
         if flexible:
             _mix(state, others, refines)
         else:
             climb_from_starts(state)
-            refines()
+            if refines:
+                _refine_bound(state, others)
         settle(state, seed)
         if REFINED_BOUND in others and not state.incumbent.proved:
             state.bounded_by(others[REFINED_BOUND].result())
@@ -245,10 +245,6 @@ def _keep_time_for_a_look(state: SearchState) -> None:
         stopping.time_limit_s -= min(seconds, MOST_FOR_A_LOOK * stopping.time_limit_s)
 
 
-def _later() -> None:
-    """The bound is refined at the end, if at all."""
-
-
 def _refine_bound(state: SearchState, others: dict[str, Background]) -> None:
     """Refine the bound beside the search, as far as the best so far asks for."""
     if state.incumbent.best and not state.incumbent.proved:
@@ -256,9 +252,9 @@ def _refine_bound(state: SearchState, others: dict[str, Background]) -> None:
         others[REFINED_BOUND] = Background(refined)
 
 
-def _mix(state: SearchState, others: Mapping[str, Background], refines: Callable[[], None]) -> None:
+def _mix(state: SearchState, others: dict[str, Background], refines: bool) -> None:
     """Offer what is near the linear program's start and the best solutions of pure phases. Once these are
-    known, `refines` begins with the bound."""
+    known, the bound is refined meanwhile, if it is to be."""
     params, patience, whole = state.evaluator.params, _patience(state), state.stopping
     state.stopping = whole.only_until(LINEAR_UNTIL)
     state.spend(params.effort * patience, stale_effort=params.linear_effort * patience)
@@ -278,7 +274,8 @@ def _mix(state: SearchState, others: Mapping[str, Background], refines: Callable
         for phases in PURE:
             if phases in wanted:
                 _take_pure(state, phases, others[phases])
-    refines()
+    if refines:
+        _refine_bound(state, others)
     for kind, best in greatest_first(state.pure.items(), lambda each: each[1].req_s):
         if best.req_s >= NEAR * state.best_req_s:
             refine(state, best.solution, f"start all {kind}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -136,9 +137,9 @@ def _search_beside(state: SearchState, seed: int, report: Report) -> Beside:
         found = found._replace(hurried=found.hurried or pure.stopping.cut_anywhere is not None)
     found = found._replace(all_pure=True)
     report(found)
-    state.progress = None
-    _tighten_bound(state, BOUND_BESIDE)
-    return found._replace(bound=state.incumbent.bound)
+    quiet = replace(state, progress=None)
+    _tighten_bound(quiet, BOUND_BESIDE)
+    return found._replace(bound=quiet.incumbent.bound)
 
 
 def _improve_pure(state: SearchState, phases: Phases, seed: int, starts: float, ends: float) -> None:

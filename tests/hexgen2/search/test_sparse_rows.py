@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import coo_array
 
+from hexgen2.search import sparse_rows
 from hexgen2.search.sparse_rows import SparseRows
 
 
@@ -29,10 +31,14 @@ def entries(draw):
 @settings(max_examples=200, deadline=None)
 def test_entries_of_one_place_are_added_up_and_columns_rise(given):
     row, column, value, shape = given
-    found, expected = SparseRows.of(row, column, value, shape), coo_array((value, (row, column)), shape)
-    assert (dense(found) == expected.toarray()).all()
-    for k in range(found.count):
-        assert (np.diff(found.columns[found.starts[k] : found.starts[k + 1]]) > 0).all()
+    expected = coo_array((value, (row, column)), shape).toarray()
+    for many in (sparse_rows.MANY_ENTRIES, -1):  # By itself, and by scipy.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sparse_rows, "MANY_ENTRIES", many)
+            found = SparseRows.of(row, column, value, shape)
+        assert (dense(found) == expected).all()
+        for k in range(found.count):
+            assert (np.diff(found.columns[found.starts[k] : found.starts[k + 1]]) > 0).all()
 
 
 @given(entries(), st.data())
