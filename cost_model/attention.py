@@ -6,6 +6,8 @@ is attention, and all else (products with weights, attention over prompts, launc
 
 from __future__ import annotations
 
+import numpy as np
+
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel, Phase, TensorGroup, Work
 from cost_model.wrapped import WrappedCosts
@@ -37,6 +39,9 @@ class DenseCosts(WrappedCosts):
 
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         return self.nominal.layer_work_s(group, work._replace(context=0.0))
+
+    def layers_work_s(self, group: TensorGroup, work: Work) -> np.ndarray:
+        return self.nominal.layers_work_s(group, work._replace(context=np.zeros(np.shape(work.context))))
 
     def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:
         return most

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
+
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import PREFILL_TOKENS, CostModel, Origin, Phase, StageMemory, TensorGroup, Work
 from cost_model.coefficients import ZERO_FIT, Coefficients, CoefficientSet, fitted
@@ -17,8 +19,12 @@ from cost_model.collectives import all_reduce_s
 from cost_model.dtypes import matrix_flops_s
 from cost_model.hardware import NO_LINK, Accelerator
 from cost_model.lengths import RequestLengths, Window
-from cost_model.portable import power
-from cost_model.roofline import EdgeWork, LayerWork, edge_s, layer_s
+from cost_model.portable import power, powers
+from cost_model.roofline import Amount, EdgeWork, LayerWork, edge_s, layer_s
+
+
+FEW = 8
+"""Steps that are timed faster one by one than as arrays."""
 
 
 class Calibrated(CostModel):
@@ -70,11 +76,23 @@ class Calibrated(CostModel):
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         return float(layer_s(self.layer_work(group, work), self._of(group.accelerator)))
 
+    def layers_work_s(self, group: TensorGroup, work: Work) -> np.ndarray:
+        if np.size(work.sampled) < FEW:
+            return super().layers_work_s(group, work)
+        steps = Work(*map(np.asarray, work))  # type: ignore[arg-type]
+        return np.asarray(layer_s(self.layer_work(group, steps), self._of(group.accelerator)))
+
+    def edges_work_s(self, group: TensorGroup, sampled: np.ndarray, last: bool) -> np.ndarray:
+        if len(sampled) < FEW:
+            return super().edges_work_s(group, sampled, last)
+        work = self.edge_work(group, sampled, last)
+        return np.zeros(len(sampled)) + edge_s(work, self._of(group.accelerator))
+
     def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
         return float(edge_s(self.edge_work(group, sampled, last), self._of(group.accelerator)))
 
     def layer_work(self, group: TensorGroup, work: Work) -> LayerWork:
-        """What one layer's part of a step is at the peaks of the group's devices."""
+        """What one layer's part of a step (or of [n] steps) is at the peaks of the group's devices."""
         model, n, device = self.model, group.degree, group.accelerator
         kv_read = work.context * model.kv_bytes_per_token_layer * self._kv_share(n)
         exchange_s, exchanges = 0.0, 0
@@ -93,7 +111,7 @@ class Calibrated(CostModel):
             all_reduces=exchanges,
         )
 
-    def edge_work(self, group: TensorGroup, sampled: float, last: bool) -> EdgeWork:
+    def edge_work(self, group: TensorGroup, sampled: Amount, last: bool) -> EdgeWork:
         """What a stage's part of a step is outside its layers, at the peaks of the group's devices."""
         if not last:
             return EdgeWork(0.0, 0.0, 0.0)
@@ -162,11 +180,13 @@ class Calibrated(CostModel):
         attention has one), each device holds a copy of one."""
         return math.ceil(self.model.kv_heads / degree) / self.model.kv_heads
 
-    def _weights_read(self, tokens: float) -> float:
+    def _weights_read(self, tokens: Amount) -> Amount:
         """Bytes of weights that a step reads in one layer: of a mixture, the experts that at least one
         token chose, expected under uniform routing."""
-        model = self.model
-        idle_share = power(1 - model.active_experts / model.experts, tokens) if model.experts > 1 else 0.0
+        model, idle_share = self.model, 0.0
+        if model.experts > 1:
+            each = powers if isinstance(tokens, np.ndarray) else power
+            idle_share = each(1 - model.active_experts / model.experts, tokens)
         idle = model.experts * idle_share * model.expert_bytes * model.mixture_share
         return model.layer_bytes - idle
 

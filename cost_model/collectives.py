@@ -12,12 +12,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from cost_model.hardware import Link
-from cost_model.portable import log, power
+from cost_model.portable import log, logs, power, powers
 
 MIB = 1024**2
 Table = tuple[tuple[float, float], ...]
+Amount = Any
+"""A float, or a numpy array of them."""
 
 # Devices, and the share of a pair's bandwidth that each keeps: L40S over PCIe 4.0, bus bandwidth 20, 5.2 and
 # 1.4 GB/s with 2, 4 and 8 cards (NCCL times in AIConfigurator's L40S database). That is a host without
@@ -36,7 +41,7 @@ _NVLINK_MESSAGE_S = 3.1e-6
 with 2, where published times of small all-reduces go from 6 to 23 us."""
 
 
-def all_reduce_s(link: Link, degree: int, message_bytes: float) -> float:
+def all_reduce_s(link: Link, degree: int, message_bytes: Amount) -> Amount:
     """Seconds for `degree` devices, joined by `link`, to add up `message_bytes` that each of them holds.
 
     The latency is that of a reduce-scatter and an all-gather by halving and doubling: 2 ceil(log2 n) messages
@@ -52,7 +57,7 @@ def all_reduce_s(link: Link, degree: int, message_bytes: float) -> float:
     return 2 * (degree - 1).bit_length() * per_message + moved / (link.bandwidth_bytes_s * share)
 
 
-def bandwidth_share(link: Link, degree: int, message_bytes: float) -> float:
+def bandwidth_share(link: Link, degree: int, message_bytes: Amount) -> Amount:
     """The share of the link's bandwidth that an all-reduce gets; 1 if nothing is known about the fabric."""
     if link.fabric == "pcie":
         return _interpolated(_PCIE_SHARE, degree)
@@ -61,9 +66,11 @@ def bandwidth_share(link: Link, degree: int, message_bytes: float) -> float:
     return 1.0
 
 
-def _interpolated(table: Sequence[tuple[float, float]], at: float) -> float:
+def _interpolated(table: Sequence[tuple[float, float]], at: Amount) -> Amount:
     """The table's value at a point: linear in logarithms between two entries, so that times rise with the
     size if they do from entry to entry; constant beyond the ends."""
+    if isinstance(at, np.ndarray):
+        return _interpolated_at(table, at)
     if at <= table[0][0]:
         return table[0][1]
     if at >= table[-1][0]:
@@ -71,3 +78,13 @@ def _interpolated(table: Sequence[tuple[float, float]], at: float) -> float:
     k = bisect_left(table, (at, 0.0))
     (low, a), (high, b) = table[k - 1], table[k]
     return a * power(b / a, log(at / low) / log(high / low))
+
+
+def _interpolated_at(table: Sequence[tuple[float, float]], at: np.ndarray) -> np.ndarray:
+    """`_interpolated` at [n] points, to the last bit."""
+    sizes, values = np.array(table).T
+    inside = np.clip(at, sizes[0], sizes[-1])
+    k = np.clip(np.searchsorted(sizes, inside), 1, None)
+    low, high, a, b = sizes[k - 1], sizes[k], values[k - 1], values[k]
+    found = a * powers(b / a, logs(inside / low) / logs(high / low))
+    return np.where(at <= sizes[0], values[0], np.where(at >= sizes[-1], values[-1], found))

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from cost_model.base import CostModel, TensorGroup, Work
 from cost_model.hardware import Accelerator
 from cost_model.wrapped import WrappedCosts
@@ -45,6 +47,22 @@ class PerturbedCosts(WrappedCosts):
         prompts = Work(work.prompt_tokens, work.prompt_attended, 0.0, 0.0, sampled)
         prompts_s = min(whole_s, self.nominal.layer_work_s(group, prompts))
         return prefill * prompts_s + decode * (whole_s - prompts_s)
+
+    def layers_work_s(self, group: TensorGroup, work: Work) -> np.ndarray:
+        prefill, decode = self._of(group.accelerator)
+        steps = Work(*map(np.asarray, work))  # type: ignore[arg-type]
+        whole_s = self.nominal.layers_work_s(group, steps)
+        if prefill == decode:
+            return decode * whole_s
+        prompt_tokens, decodes = np.asarray(steps.prompt_tokens), np.asarray(steps.decodes)
+        found = np.where(prompt_tokens > 0, prefill, decode) * whole_s
+        both = np.flatnonzero((prompt_tokens > 0) & (decodes > 0))
+        sampled = np.maximum(0.0, steps.sampled - decodes)[both]
+        none, attended = np.zeros(len(both)), np.asarray(steps.prompt_attended)[both]
+        prompts = Work(prompt_tokens[both], attended, none, none, sampled)  # type: ignore[arg-type]
+        prompts_s = np.minimum(whole_s[both], self.nominal.layers_work_s(group, prompts))
+        found[both] = prefill * prompts_s + decode * (whole_s[both] - prompts_s)
+        return found
 
     def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
         prefill, decode = self._of(group.accelerator)

@@ -69,6 +69,18 @@ def log(x: float) -> float:
     return k * _LN2_HIGH + (k * _LN2_LOW + total * f)
 
 
+def logs(x: np.ndarray) -> np.ndarray:
+    """`log` of each of [n] positive, finite numbers, to the last bit."""
+    m, k = np.frexp(x)
+    low = m < 0.7071067811865476
+    m, k = np.where(low, 2 * m, m), np.where(low, k - 1, k)
+    f = (m - 1) / (m + 1)
+    square, total = f * f, np.zeros_like(f)
+    for term in _LOG_TERMS:
+        total = total * square + term
+    return np.asarray(k * _LN2_HIGH + (k * _LN2_LOW + total * f))
+
+
 def power(base: float, exponent: float) -> float:
     """base^exponent for base >= 0, to within |exponent * log base| units in the last place."""
     if exponent == 0 or base == 1:
@@ -76,6 +88,14 @@ def power(base: float, exponent: float) -> float:
     if base == 0:
         return 0.0 if exponent > 0 else math.inf
     return exp(exponent * log(base))
+
+
+def powers(base: np.ndarray | float, exponent: np.ndarray | float) -> np.ndarray:
+    """`power` of arrays, of a size or with a number, to the last bit; of results that a float has room for."""
+    positive = np.where(np.equal(base, 0), 1.0, base)
+    found = np.where(np.equal(base, 1), 1.0, exps(exponent * logs(positive)))
+    at_zero = np.where(np.greater(exponent, 0), 0.0, math.inf)
+    return np.where(np.equal(exponent, 0), 1.0, np.where(np.equal(base, 0), at_zero, found))
 
 
 def twelve_digits(value: float) -> float:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cost_model.coefficients import Coefficients
-from cost_model.portable import power
+from cost_model.portable import power, powers
 
 Amount = Any
 """A float, or a numpy array of them."""
@@ -66,11 +68,13 @@ def kernel_s(compute_s: Amount, read_s: Amount, k: Coefficients) -> Amount:
     """Seconds of a kernel that computes and reads for this long at the peaks: with infinite overlap the
     longer of the two, with less overlap more."""
     compute, read = compute_s / k.compute_efficiency, read_s / k.memory_efficiency
+    if isinstance(compute, float) and isinstance(read, float):
+        longer, shorter = max(compute, read), min(compute, read)
+        if shorter <= 0 or k.overlap == math.inf:
+            return longer
+        return longer * power(1 + power(shorter / longer, k.overlap), 1 / k.overlap)
+    longer, shorter = np.maximum(compute, read), np.minimum(compute, read)
     if k.overlap == math.inf:
-        return max(compute, read)
-    if not isinstance(compute, float):
-        return (compute**k.overlap + read**k.overlap) ** (1 / k.overlap)
-    longer, shorter = max(compute, read), min(compute, read)
-    if shorter <= 0:
         return longer
-    return longer * power(1 + power(shorter / longer, k.overlap), 1 / k.overlap)
+    ratio = shorter / np.where(longer > 0, longer, 1.0)
+    return longer * powers(1 + powers(ratio, k.overlap), 1 / k.overlap)

@@ -19,7 +19,7 @@ import numpy as np
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import Origin, Phase, TensorGroup, Work
-from cost_model.calibrated import Calibrated
+from cost_model.calibrated import FEW, Calibrated
 from cost_model.coefficients import PRIORS, ZERO_FIT_ERROR
 from cost_model.engines.layers import StepOperators
 from cost_model.engines.numbers import EngineFits, FittedEngine, HostNumbers, shipped
@@ -31,8 +31,6 @@ from cost_model.operators.numbers import OperatorFits
 
 _US = 1e-6
 _KEPT = 1 << 16
-_FEW = 8
-"""Steps that are timed faster one by one than as arrays."""
 _BELOW = 1 - 1e-12
 """Just below a size at which a tile more begins, whatever rounding makes of that size."""
 
@@ -145,25 +143,30 @@ class EngineSteps(Calibrated):
         return float(taken if dp == 1 else numbers.groups * taken)
 
     def layers_work_s(self, group: TensorGroup, work: Work) -> np.ndarray:
-        plain = self.model.experts == 1 and self.model.latent is None and group.attention_dp == 1
-        if np.size(work.sampled) < _FEW or group.accelerator.kind == "cpu" or not plain:
+        if np.size(work.sampled) < FEW or group.accelerator.kind == "cpu":
             return super().layers_work_s(group, work)
-        layers, numbers = self._operators(group), self.fitted.numbers
-        tokens, which = np.unique(work.tokens, return_inverse=True)
-        taken = np.asarray(self._sum_of_tokens_s(group, layers, tokens, tokens)[which])
-        some = np.flatnonzero(work.prompt_tokens)
-        if len(some):
-            sampled, prompt_tokens, attended, decodes = (
-                np.asarray(each)[some]
-                for each in (work.sampled, work.prompt_tokens, work.prompt_attended, work.decodes)
-            )
-            attention_s = layers.prompts_s(np.maximum(1.0, sampled - decodes), prompt_tokens, attended)
-            taken[some] += self._prompts * attention_s + numbers.prompt_layer_us * _US
-        some = np.flatnonzero(work.decodes)
-        if len(some):
-            attention_s = layers.decodes_s(np.asarray(work.decodes)[some], np.asarray(work.context)[some])
-            taken[some] += self._decodes * attention_s
-        return taken
+        layers, numbers, dp = self._operators(group), self.fitted.numbers, group.attention_dp
+        steps = Work(*map(np.asarray, work))  # type: ignore[arg-type]
+        sampled, prompt_tokens, decodes = map(np.asarray, (steps.sampled, steps.prompt_tokens, steps.decodes))
+        with_prompts, with_decodes = np.flatnonzero(prompt_tokens), np.flatnonzero(decodes)
+        prompts = np.maximum(1.0, sampled - decodes)[with_prompts]
+        tokens, which = np.unique(steps.tokens, return_inverse=True)
+        if dp == 1:
+            taken = np.asarray(self._sum_of_tokens_s(group, layers, tokens, tokens))[which]
+        else:
+            own = np.asarray(steps.tokens / dp)
+            own[with_prompts] = np.maximum(own[with_prompts], prompt_tokens[with_prompts] / prompts)
+            taken = np.asarray(self._sum_of_tokens_s(group, layers, own, steps.tokens))
+        if len(with_prompts):
+            share = 1.0 if dp == 1 else np.maximum(1 / dp, 1 / prompts)
+            attended = np.asarray(steps.prompt_attended)[with_prompts] * share
+            sizes = np.maximum(1.0, prompts * share), prompt_tokens[with_prompts] * share, attended
+            taken[with_prompts] += self._prompts * layers.prompts_s(*sizes) + numbers.prompt_layer_us * _US
+        if len(with_decodes):
+            each = decodes[with_decodes] if dp == 1 else np.maximum(1.0, decodes[with_decodes] / dp)
+            context = np.asarray(steps.context)[with_decodes] / dp
+            taken[with_decodes] += self._decodes * layers.decodes_s(each, context)
+        return taken if dp == 1 else numbers.groups * taken
 
     def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:
         """Steps take longer by whole tiles, so that full tiles may pass more requests/s than one request more
@@ -218,7 +221,7 @@ class EngineSteps(Calibrated):
         return float(taken)
 
     def edges_work_s(self, group: TensorGroup, sampled: np.ndarray, last: bool) -> np.ndarray:
-        if len(sampled) < _FEW or group.accelerator.kind == "cpu":
+        if len(sampled) < FEW or group.accelerator.kind == "cpu":
             return super().edges_work_s(group, sampled, last)
         numbers, host = self.fitted.numbers, self.host(group.accelerator)
         taken = np.full(len(sampled), numbers.step_us * host.steps * _US)
