@@ -41,7 +41,8 @@ class DenseCosts(WrappedCosts):
         return self.nominal.layer_work_s(group, work._replace(context=0.0))
 
     def layers_work_s(self, group: TensorGroup, work: Work) -> np.ndarray:
-        return self.nominal.layers_work_s(group, work._replace(context=np.zeros(np.shape(work.context))))
+        no_context = np.zeros(np.shape(work.context))
+        return self.nominal.layers_work_s(group, work._replace(context=no_context))  # type: ignore[arg-type]
 
     def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:
         return most

@@ -22,7 +22,6 @@ from cost_model.lengths import RequestLengths, Window
 from cost_model.portable import power, powers
 from cost_model.roofline import Amount, EdgeWork, LayerWork, edge_s, layer_s
 
-
 FEW = 8
 """Steps that are timed faster one by one than as arrays."""
 
@@ -183,7 +182,8 @@ class Calibrated(CostModel):
     def _weights_read(self, tokens: Amount) -> Amount:
         """Bytes of weights that a step reads in one layer: of a mixture, the experts that at least one
         token chose, expected under uniform routing."""
-        model, idle_share = self.model, 0.0
+        model = self.model
+        idle_share: Amount = 0.0
         if model.experts > 1:
             each = powers if isinstance(tokens, np.ndarray) else power
             idle_share = each(1 - model.active_experts / model.experts, tokens)

@@ -91,7 +91,7 @@ def power(base: float, exponent: float) -> float:
 
 
 def powers(base: np.ndarray | float, exponent: np.ndarray | float) -> np.ndarray:
-    """`power` of arrays, of a size or with a number, to the last bit; of results that a float has room for."""
+    """`power` of arrays of one size, or with a number, to the last bit; for results that fit in a float."""
     positive = np.where(np.equal(base, 0), 1.0, base)
     found = np.where(np.equal(base, 1), 1.0, exps(exponent * logs(positive)))
     at_zero = np.where(np.greater(exponent, 0), 0.0, math.inf)
