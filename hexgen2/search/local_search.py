@@ -106,7 +106,7 @@ def _hopeful(state: SearchState, steps: Iterable[Neighbour], threshold: float) -
         groups = dict.fromkeys(group for _, solution in hopeful for group in solution.groups)
         for role in evaluator.problem.roles:
             counts = (group.counts for group in groups if group.role == role)
-            evaluator.planner.look_ahead([role], counts, state.finished)
+            evaluator.planner.look_ahead([role], counts, lambda share: state.finished())
         for neighbour in hopeful:
             if state.finished():
                 return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import numpy as np
 from hexgen2.region import Point, Region
 from hexgen2.search.bounds.upper_bounds import node_rates
 from hexgen2.search.planning.classes import LARGE, NodeClasses, Pattern, widest_span
-from hexgen2.search.planning.plan import AT_ONCE, Planner
+from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds
 
@@ -124,11 +123,14 @@ def list_columns(
         if len(problem.usable) > LARGE:  # If there is no time for all, some of every kind are best.
             here = [here[k] for k in np.random.default_rng(0).permutation(len(here)).tolist()]
         patterns += here
-    listed = 0
-    while listed < len(patterns) and not (columns and stop(listed / len(patterns))):
-        some = [(pattern, classes.counts(pattern)) for pattern in patterns[listed : listed + AT_ONCE]]
-        planner.look_ahead(roles, [counts for _, counts in some])
-        for (pattern, counts), role in itertools.product(some, roles):
+    groups = [classes.counts(pattern) for pattern in patterns]
+    planner.look_ahead(roles, groups, lambda listed: listed > 0 and stop(listed))
+    complete = True
+    for pattern, counts in zip(patterns, groups, strict=True):
+        if not all(planner.looked_at(role, counts) for role in roles):
+            complete = False
+            continue
+        for role in roles:
             limit = planner.limit(role, counts)
             if limit is None:
                 continue
@@ -138,12 +140,11 @@ def list_columns(
                 role, pattern, 0.0, None, sent, received, planned=False, limit_req_s=limit.req_s
             ).with_capacity(limit.req_s, region)
             columns.append(column)
-        listed += len(some)
     # On several nodes there are many, and few are worth it to be planned.
     for k, column in enumerate(columns):
         if len(column.pattern) == 1:
             columns[k] = with_its_plan(column, planner, problem, classes.counts(column.pattern))
-    return columns, listed >= len(patterns)
+    return columns, complete
 
 
 def with_its_plan(column: Column, planner: Planner, problem: Problem, counts: NodeCounts) -> Column:

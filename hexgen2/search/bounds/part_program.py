@@ -81,7 +81,7 @@ def candidates(
         ways.append((column, placed.ways(column.pattern)))
     for role in problem.roles:
         groups = [_counts(column, nodes) for column, here in ways if column.role == role for nodes in here]
-        planner.look_ahead([role], groups, stop)
+        planner.look_ahead([role], groups, lambda share: stop())
     found: list[Candidate] = []
     for column, here in ways:
         if stop():

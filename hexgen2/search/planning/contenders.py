@@ -3,9 +3,10 @@ in a fraction of the time that it takes to plan them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +19,16 @@ from hexgen2.search.planning.layers import balance_many
 from hexgen2.search.planning.limits import MixedSteps, least_period_s, least_step_s, mean_period_s
 from hexgen2.search.planning.pipeline_rows import Forms, PipelineRows, StepTimes
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
-from hexgen2.search.planning.stage_kinds import StageKind
+from hexgen2.search.planning.shapes import StageShape
+from hexgen2.search.planning.stage_kinds import Degrees, StageKind
 from hexgen2.search.planning.timing import Timings
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import greatest_first
 
 FOUND = 1 - 1e-3
 """Of the requests/s of divisions that the planner tries, this share: ties may be decided otherwise there."""
+MOST_PROMISING = 2
+"""Pipelines of a group of which the one that is sure to be good is sought: those with the highest limits."""
 HALVINGS = 5
 """How often the range is halved in which the most requests lie that keep a target per output token."""
 
@@ -68,6 +72,43 @@ class PlanLimit:
 
     req_s: float
     region: Region | None
+
+
+class Outlook(NamedTuple):
+    """What several groups can form in a role, before any of it is planned: all that another process has to
+    send of it.
+
+    keys : of the groups, which those of the same kinds of nodes and links have in common
+    nodes : of each group
+    limits : of the groups by number, but for those in which the model does not fit
+    ends : [groups + 1] where the contenders of each group begin
+    node, degrees : [n, s] of each stage of the contenders; the latter are numbers in `known_degrees`
+    stages : [n] how many; of_chunks : [n, c] see Limits
+    """
+
+    role: str
+    keys: list[tuple]
+    nodes: list[list[int]]
+    limits: dict[int, PlanLimit]
+    ends: list[int]
+    node: np.ndarray
+    degrees: np.ndarray
+    stages: np.ndarray
+    of_chunks: np.ndarray
+    known_degrees: list[Degrees]
+
+    def shape(self, row: int) -> list[StageShape]:
+        """The shape of a contender."""
+        stages = zip(self.node[row].tolist(), self.degrees[row].tolist(), strict=True)
+        some = itertools.islice(stages, int(self.stages[row]))
+        return [StageShape(node, *self.known_degrees[each]) for node, each in some]
+
+    def groups(self, make: Callable[[Outlook, int], Pipeline]) -> Iterator[tuple[tuple, Candidates]]:
+        """The key and the candidates of each group; `make` makes a pipeline of a contender."""
+        most = self.of_chunks.max(axis=1).tolist()
+        for number, (key, nodes) in enumerate(zip(self.keys, self.nodes, strict=True)):
+            here = {row: most[row] for row in range(self.ends[number], self.ends[number + 1])}
+            yield key, Candidates(nodes, self.limits.get(number), here, partial(make, self))
 
 
 class Candidates:
@@ -260,8 +301,11 @@ class ContenderSearch:
         if self.problem.targets.given:
             most = np.minimum(most, self._in_time_req_s(held, token_s))
         else:
-            found = self._evenly_divided_req_s(rows, batch, decodes, mixed, rest, chains)
-            least = found.max(axis=1) * FOUND
+            first = _first_of_groups(rows.group, most.reshape(len(chunks), count).max(axis=0))
+            turns = (np.arange(len(chunks))[:, None] * count + first).ravel()
+            steps = decodes[turns], mixed.only(turns), rest.only(turns), chains.only(turns)
+            found = self._evenly_divided_req_s(rows.only(first), batch[first], *steps)
+            least[first] = found.max(axis=1) * FOUND
         held, most = (each.reshape(len(chunks), count).T for each in (held, most))
         return Limits(held, most, least)
 
@@ -324,3 +368,10 @@ class ContenderSearch:
         places = np.arange(1, self.problem.costs.batch_cap + 1)
         found = gammainccinv(places, self.problem.targets.attainment).tolist()
         return np.array([0.0, *map(twelve_digits, found)])
+
+
+def _first_of_groups(group: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """The numbers, rising, of the MOST_PROMISING pipelines of each group that have the highest limits."""
+    order = np.lexsort((-most, group))
+    place = np.arange(len(order)) - np.searchsorted(group, group[order])
+    return np.asarray(np.sort(order[place < MOST_PROMISING]))

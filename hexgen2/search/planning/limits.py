@@ -21,6 +21,8 @@ decodes may be a little more efficient; the planner takes as many as there is me
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from cost_model.portable import exps
@@ -53,6 +55,12 @@ class MixedSteps:
         self.next = 1 - share + share * memory
         self.most = np.maximum(self.next, 1 - share + share * (memory * memory))
         self.none = _powers(self.next, int(stages.max()))[np.arange(len(stages)), stages - 1]
+
+    def only(self, which: np.ndarray) -> MixedSteps:
+        """Those of these pipelines."""
+        some = copy.copy(self)
+        vars(some).update({name: each[which] for name, each in vars(self).items()})
+        return some
 
     def most_powers(self, count: int) -> np.ndarray:
         """[n, count] the powers of `most` from 0 on."""

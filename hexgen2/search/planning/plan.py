@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +18,10 @@ from cost_model.pipeline import prefill_pace
 from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.region import Point, Region
 from hexgen2.replica import EngineSettings
+from hexgen2.search.background import Background, free_cores
 from hexgen2.search.planning.chunks import FEW_GPUS, chunks_worth_trying
 from hexgen2.search.planning.classes import node_classes, widest_span
-from hexgen2.search.planning.contenders import Candidates, Contenders, ContenderSearch, PlanLimit
+from hexgen2.search.planning.contenders import Candidates, ContenderSearch, Outlook, PlanLimit
 from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Divisions
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.prefill_front import PrefillFront
@@ -35,6 +35,8 @@ SLOW_PLAN = 3
 """To plan a colocated replica within a target per output token takes as long as so many other plans."""
 AT_ONCE = 192
 """Groups that are looked at together."""
+WORTH_A_PROCESS = 128
+"""Of so many groups that are to be looked at, another process looks at half, if a core is free."""
 DEFAULT_ENGINE = EngineSettings()
 
 
@@ -297,7 +299,9 @@ class Planner:
         found = self._contenders.of(role, self._contenders.rows(groups))
         plans: list[GroupPlan | None] = [None] * len(shapes)
         for row, number in enumerate(found.rows.group.tolist()):
-            plans[number] = self._plan(self._made(role, found, row), above)
+            pipeline = self._pipelines.of(role, found.rows.shape(row), found.of_chunks[row].tolist())
+            assert pipeline is not None, "contenders fit"
+            plans[number] = self._plan(pipeline, above)
         return plans
 
     def quickest_s(self, role: str, counts: NodeCounts) -> float:
@@ -403,46 +407,89 @@ class Planner:
         self,
         roles: Sequence[str],
         groups: Iterable[NodeCounts],
-        stop: Callable[[], bool] = lambda: False,
+        stop: Callable[[float], bool] = lambda share: False,
         at_once: int = AT_ONCE,
     ) -> None:
         """Find out what no plan of these groups in these roles exceeds, before `limit` and `plan` ask: many
-        together, which is much faster than one after the other. Until it is time to stop."""
+        together, which is much faster than one after the other, and half of them in another process, if they
+        are many and a core is free.
+
+        Parameters
+        ----------
+        stop : whether to stop, now that this share of the groups has been looked at
+        """
         left: dict[tuple, tuple[NodeCounts, list[int]]] = {}
         for counts in groups:
             if len(counts) <= self.span and any((role, counts) not in self._limits for role in roles):
                 like, nodes, alike = self._by_kind(counts)
                 if any((role, *alike, self._limited_by) not in self._candidates for role in roles):
                     left.setdefault(alike, (like, nodes))
-        keys = iter(left)
-        while not stop() and (some := list(itertools.islice(keys, at_once))):
-            self._look_at(roles, {key: left[key] for key in some})
+        keys = list(left)
+        if len(keys) < WORTH_A_PROCESS or free_cores() < 1:
+            for found in self._outlooks(roles, left, stop, at_once):
+                self._take(found)
+            return
+        # Every other one, since those that are listed later take longer.
+        here, there = ({key: left[key] for key in keys[k::2]} for k in (0, 1))
+        others = Background(lambda report: list(self._outlooks(roles, there, stop, at_once)))
+        try:
+            for found in self._outlooks(roles, here, stop, at_once):
+                self._take(found)
+            for found in others.result():
+                self._take(found)
+        finally:
+            others.cancel()
+
+    def looked_at(self, role: str, counts: NodeCounts) -> bool:
+        """Whether `limit` knows a group."""
+        if len(counts) > self.span or (role, counts) in self._limits:
+            return True
+        return (role, *self._by_kind(counts)[2], self._limited_by) in self._candidates
 
     def _candidates_of(self, role: str, counts: NodeCounts, nodes: list[int], alike: tuple) -> Candidates:
         """What a group that is sorted by kind can form."""
         key = (role, *alike, self._limited_by)
         if key not in self._candidates:
-            self._look_at([role], {alike: (counts, nodes)})
+            for found in self._outlook([role], {alike: (counts, nodes)}):
+                self._take(found)
         return self._candidates[key]
 
-    def _look_at(self, roles: Sequence[str], groups: Mapping[tuple, tuple[NodeCounts, list[int]]]) -> None:
-        rows = None
+    def _outlooks(
+        self,
+        roles: Sequence[str],
+        groups: Mapping[tuple, tuple[NodeCounts, list[int]]],
+        stop: Callable[[float], bool],
+        at_once: int,
+    ) -> Iterator[Outlook]:
+        """What these groups, by their keys, can form in these roles, so many at once, until it is time to
+        stop."""
+        keys, done = iter(groups), 0
+        while not stop(done / max(1, len(groups))) and (some := list(itertools.islice(keys, at_once))):
+            yield from self._outlook(roles, {key: groups[key] for key in some})
+            done += len(some)
+
+    def _outlook(
+        self, roles: Sequence[str], groups: Mapping[tuple, tuple[NodeCounts, list[int]]]
+    ) -> Iterator[Outlook]:
+        rows, nodes = None, [nodes for _, nodes in groups.values()]
         for role in roles:
             if rows is None or self.problem.engine == "vllm":  # Shapes depend on the role there.
                 rows = self._contenders.rows(
                     [self._shapes.forms(role, counts) for counts, _ in groups.values()]
                 )
             found = self._contenders.of(role, rows)
-            limits, most = limits_of(self._pipelines, role, found), found.most.tolist()
-            make = partial(self._made, role, found)
+            limits = limits_of(self._pipelines, role, found)
             ends = np.searchsorted(found.rows.group, np.arange(len(groups) + 1)).tolist()
-            for number, (alike, (_, nodes)) in enumerate(groups.items()):
-                here = {row: most[row] for row in range(ends[number], ends[number + 1])}
-                candidates = Candidates(nodes, limits.get(number), here, make)
-                self._candidates.setdefault((role, *alike, self._limited_by), candidates)
+            arrays = found.rows.node, found.rows.degrees, found.rows.stages, found.of_chunks
+            known_degrees = list(self._pipelines.stage_kinds.degrees)
+            yield Outlook(role, list(groups), nodes, limits, ends, *arrays, known_degrees)
 
-    def _made(self, role: str, found: Contenders, row: int) -> Pipeline:
-        pipeline = self._pipelines.of(role, found.rows.shape(row), found.of_chunks[row].tolist())
+    def _take(self, found: Outlook) -> None:
+        for alike, candidates in found.groups(self._made):
+            self._candidates.setdefault((found.role, *alike, self._limited_by), candidates)
+
+    def _made(self, found: Outlook, row: int) -> Pipeline:
+        pipeline = self._pipelines.of(found.role, found.shape(row), found.of_chunks[row].tolist())
         assert pipeline is not None, "contenders fit"
         return pipeline
 

@@ -71,6 +71,10 @@ class Timings(NamedTuple):
         size = len(stages), most
         return cls(stages, np.full(size, NO_STAGE_S), np.zeros(size), np.zeros(size))
 
+    def only(self, which: np.ndarray) -> Timings:
+        """Those of these pipelines."""
+        return Timings(*(each[which] for each in self))
+
     def stage_s(self, split: np.ndarray) -> np.ndarray:
         """[n, s] seconds of the stages with [n, s] layers; 0 where there is no stage."""
         there = np.arange(split.shape[1])[None, :] < self.stages[:, None]
