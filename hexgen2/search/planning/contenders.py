@@ -17,7 +17,7 @@ from cost_model.portable import twelve_digits
 from hexgen2.region import Region
 from hexgen2.search.planning.layers import balance_many
 from hexgen2.search.planning.limits import MixedSteps, least_period_s, least_step_s, mean_period_s
-from hexgen2.search.planning.pipeline_rows import Forms, PipelineRows, StepTimes
+from hexgen2.search.planning.pipeline_rows import Forms, PipelineRows, Steps, StepTimes
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.shapes import StageShape
 from hexgen2.search.planning.stage_kinds import Degrees, StageKind
@@ -229,7 +229,7 @@ class ContenderSearch:
         """[n] for prefill replicas that always fill their steps: those of layers divided for that, if enough
         steps are in flight."""
         most = rows.max_layers("prefill", self._prompts_held(rows, batch))
-        times = StepTimes(self.problem.costs, rows).of(batch, np.zeros_like(batch))
+        times = StepTimes(self.problem.costs, rows).of(Steps.of(batch, np.zeros_like(batch)))
         stage_s = times.stage_s(balance_many(self.problem.model.layers, times, most))
         return np.asarray(batch / np.maximum(stage_s.max(axis=1), times.hop_s.max(axis=1)))
 
@@ -270,7 +270,8 @@ class ContenderSearch:
 
         def token_s(held: np.ndarray) -> np.ndarray:
             decodes = held / rows.stages
-            return np.asarray(rows.stages * least_step_s(times.of(np.zeros_like(decodes), decodes), layers))
+            steps = Steps.of(np.zeros_like(decodes), decodes)
+            return np.asarray(rows.stages * least_step_s(times.of(steps), layers))
 
         held = self._within(batch, token_s)
         most = np.minimum(
@@ -316,18 +317,19 @@ class ContenderSearch:
         step, mean times of mixed ones and of those with decodes only, and which are mixed."""
         osl, chunks = self.problem.costs.osl, np.repeat(self._pipelines.chunks, len(rows))
         decodes = np.minimum(held / np.tile(rows.stages, len(self._pipelines.chunks)), osl * chunks)
-        # As complex numbers, pairs are sorted much faster than as columns.
-        unlike, which = np.unique(chunks + 1j * decodes, return_inverse=True)
-        steps = [mixed_steps(pair.real, pair.imag, osl) for pair in unlike.tolist()]
-        first = np.array([each[0] for each in steps]).T[:, which]
+        plain = Steps.of(chunks, decodes)
+        pairs = zip(plain.prompts.tolist(), plain.decodes.tolist(), strict=True)
+        steps = [mixed_steps(chunk, many, osl) for chunk, many in pairs]
+        first = np.array([each[0] for each in steps]).T
         # Where all mixed steps are alike, the second kind of them has a share of 0.
-        second = np.array([each[-1] if len(each) > 1 else (*each[0][:2], 0.0) for each in steps])
-        second = second.T[:, which]
-        mixed, prompts = times.of(first[0], first[1]), first[0]
+        second = np.array([each[-1] if len(each) > 1 else (*each[0][:2], 0.0) for each in steps]).T
+        mixed, prompts = times.of(plain._replace(prompts=first[0], decodes=first[1])), first[0]
         if second[2].any():
-            mixed = mixed.mean(times.of(second[0], second[1]), second[2])
+            others = times.of(plain._replace(prompts=second[0], decodes=second[1]))
+            mixed = mixed.mean(others, second[2][plain.kind])
             prompts = (1 - second[2]) * prompts + second[2] * second[0]
-        rest = times.of(np.zeros_like(decodes), decodes)
+        prompts = prompts[plain.kind]
+        rest = times.of(plain._replace(prompts=np.zeros_like(plain.prompts)))
         return (
             decodes,
             mixed,

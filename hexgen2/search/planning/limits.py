@@ -22,6 +22,7 @@ decodes may be a little more efficient; the planner takes as many as there is me
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -62,10 +63,6 @@ class MixedSteps:
         vars(some).update({name: each[which] for name, each in vars(self).items()})
         return some
 
-    def most_powers(self, count: int) -> np.ndarray:
-        """[n, count] the powers of `most` from 0 on."""
-        return _powers(self.most, count)
-
 
 def _powers(base: np.ndarray, count: int) -> np.ndarray:
     """[n, count] the powers of [n] numbers from 0 on, by multiplication, which rounds alike everywhere."""
@@ -77,18 +74,19 @@ def _powers(base: np.ndarray, count: int) -> np.ndarray:
 def least_period_s(mixed: Timings, rest: Timings, layers: int, steps: MixedSteps) -> np.ndarray:
     """[n] the least mean seconds from one step to the next, of which a share is mixed, however the layers are
     divided."""
-    share, stages = steps.share, steps.stages
+    share = steps.share
     least_s = least_step_s(rest.mean(mixed, share), layers)
     beta, work = _least_ratio(mixed, rest), _work(mixed, rest, layers)
     none = (1 - share) * steps.none
-    size = mixed.layer_s.shape[1]
-    # The most that the chance can be that none of so many stages has a mixed step.
-    none_of = (1 - share)[:, None] * steps.most_powers(size)
-    none_of[np.arange(len(stages)), stages - 1] = none
-    speeds = np.cumsum(1 / np.sort(mixed.layer_s, axis=1), axis=1)
-    theta = _least_of((1 - none_of + (beta * none)[:, None]) / speeds, stages)
-    several = (stages > 1) & (share < 1)
-    return np.where(several, np.maximum(least_s, theta * work), least_s)
+    for stages, rows in _by_stages(steps.stages):
+        # The most that the chance can be that none of so many stages has a mixed step.
+        none_of = (1 - share[rows])[:, None] * _powers(steps.most[rows], stages)
+        none_of[:, -1] = none[rows]
+        speeds = np.cumsum(1 / np.sort(mixed.layer_s[rows, :stages], axis=1), axis=1)
+        theta = ((1 - none_of + (beta * none)[rows, None]) / speeds).min(axis=1)
+        found = np.maximum(least_s[rows], theta * work[rows])
+        least_s[rows] = np.where(share[rows] < 1, found, least_s[rows])
+    return least_s
 
 
 def mean_period_s(mixed: Timings, rest: Timings, split: np.ndarray, steps: MixedSteps) -> np.ndarray:
@@ -137,38 +135,51 @@ def least_decodes_s(mixed: Timings, rest: Timings, layers: int, steps: MixedStep
     """[n] the least seconds from one step to the next if none were mixed, on a straight line from steps that
     are all mixed, through those of which a share is: (mean - share all mixed) / (1 - share). Without hops,
     that is the mean of those periods in which the stage that is slowest in mixed steps has none."""
-    alone_s, stages = least_step_s(rest, layers), steps.stages
-    beta, work, none = _least_ratio(mixed, rest), _work(mixed, rest, layers), steps.none
+    found, stages = least_step_s(rest, layers), steps.stages
+    beta, work = _least_ratio(mixed, rest), _work(mixed, rest, layers)
     even_s = work / _sum(1 / mixed.layer_s)
-    slowest_first = np.sort(mixed.layer_s, axis=1)
-    size = slowest_first.shape[1]
-    if size == 1:
-        return alone_s
-    none_of = steps.most_powers(size)[:, 1:]
-    several = np.flatnonzero(stages > 1)
-    none_of[several, stages[several] - 2] = none[several]
-    found = np.full(len(stages), np.inf)
-    for k in range(size):
+    of_each = beta, work, steps.none, even_s, steps.most
+    # Hops make steps that are all mixed longer than their slowest stage by no more than this.
+    longer_s = np.maximum(_sum(mixed.hop_s) / stages, mixed.hop_s.max(axis=1))
+    longer_s = steps.share / (1 - steps.share) * longer_s
+    for count, rows in _by_stages(stages):
+        line_s = _least_line_s(mixed.layer_s[rows, :count], *(each[rows] for each in of_each))
+        found[rows] = np.maximum(found[rows], line_s - longer_s[rows])
+    return found
+
+
+def _least_line_s(
+    layer_s: np.ndarray,
+    beta: np.ndarray,
+    work: np.ndarray,
+    none: np.ndarray,
+    even_s: np.ndarray,
+    most: np.ndarray,
+) -> np.ndarray:
+    """[n] of `least_decodes_s`, for pipelines that all have s stages and no hops; [n, s] layer_s are those in
+    mixed steps."""
+    slowest_first, stages = np.sort(layer_s, axis=1), layer_s.shape[1]
+    none_of = _powers(most, stages)[:, 1:]
+    none_of[:, -1] = none
+    found = np.full(len(layer_s), np.inf)
+    for k in range(stages):
         slowest, others = slowest_first[:, k], np.delete(slowest_first, k, axis=1)
-        theta = _least_of((1 - none_of) / np.cumsum(1 / others, axis=1), np.maximum(1, stages - 1))
+        theta = ((1 - none_of) / np.cumsum(1 / others, axis=1)).min(axis=1)
         # The slowest stage takes at least even_s; the longer it takes, the less is left for the others.
         grows = beta * none - theta / slowest
         least_s = beta * none * even_s + theta * (work - even_s / slowest)
         less = grows < 0
         shorter_s = beta[less] * np.maximum(even_s[less], (theta * work)[less] / (beta - grows)[less])
         least_s[less] = shorter_s
-        least_s = np.maximum(least_s, beta * even_s)
-        found = np.where(k < stages, np.minimum(found, least_s), found)
-    # Hops make steps that are all mixed longer than their slowest stage by no more than this.
-    longer_s = np.maximum(_sum(mixed.hop_s) / stages, mixed.hop_s.max(axis=1))
-    line_s = found - steps.share / (1 - steps.share) * longer_s
-    return np.where(stages > 1, np.maximum(alone_s, line_s), alone_s)
+        found = np.minimum(found, np.maximum(least_s, beta * even_s))
+    return found
 
 
-def _least_of(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """[n] the least of the first so many of [n, s] values."""
-    beyond = np.arange(values.shape[1])[None, :] >= counts[:, None]
-    return np.where(beyond, np.inf, values).min(axis=1)
+def _by_stages(stages: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The rows of pipelines with so many stages each, where there are several."""
+    for count in np.unique(stages).tolist():
+        if count > 1:
+            yield count, np.flatnonzero(stages == count)
 
 
 def _sum(values: np.ndarray) -> np.ndarray:

@@ -7,13 +7,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from cost_model.base import CostModel, Phase, Work
+from cost_model.base import CostModel, Phase
 from hexgen2.search.planning.shapes import StageShape
 from hexgen2.search.planning.stage_kinds import NONE, StageKinds
-from hexgen2.search.planning.timing import Timings
+from hexgen2.search.planning.timing import NO_STAGE_S, Timings
 
 Forms = tuple[Sequence[int], Sequence[Sequence[StageShape]]]
 """Nodes, and shapes of a group with the numbers of these nodes in their place (see Shapes.forms)."""
@@ -84,11 +85,12 @@ class PipelineRows:
 
     def places(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """The kinds of stages, each with the rows and columns where it is."""
-        return _places(self.kind)
-
-    def hops(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """The kinds of links between stages, each with the rows and columns of the stages before them."""
-        return _places(self.hop)
+        flat = self.kind.ravel()
+        order = np.argsort(flat, kind="stable")
+        different, first = np.unique(flat[order], return_index=True)
+        for number, at in zip(different.tolist(), np.split(order, first[1:]), strict=True):
+            if number != NONE:
+                yield number, *np.divmod(at, self.kind.shape[1])
 
     @cached_property
     def last(self) -> np.ndarray:
@@ -133,34 +135,68 @@ class PipelineRows:
         return low
 
 
+class Steps(NamedTuple):
+    """Steps of n pipelines: first one of each, then another of each, and so on, [c n] in all. Most are alike.
+
+    prompts, decodes : [u] of each kind of step
+    kind : [c n] of each step
+    """
+
+    prompts: np.ndarray
+    decodes: np.ndarray
+    kind: np.ndarray
+
+    @classmethod
+    def of(cls, prompts: np.ndarray, decodes: np.ndarray) -> Steps:
+        """Steps with [c n] prompts and decodes."""
+        # As complex numbers, pairs are sorted much faster than as columns.
+        unlike, kind = np.unique(prompts + 1j * decodes, return_inverse=True)
+        return cls(unlike.real.copy(), unlike.imag.copy(), kind)
+
+
 class StepTimes:
     """Times steps of several pipelines at once."""
 
     def __init__(self, costs: CostModel, rows: PipelineRows) -> None:
         self._costs, self._rows = costs, rows
-        self._places, self._hops = list(rows.places()), list(rows.hops())
+        self._groups, stage = _numbered(rows.kind)
+        self._stage = 2 * stage + rows.last
+        self._links, self._hop = _numbered(rows.hop)
 
-    def of(self, prompts: np.ndarray, decodes: np.ndarray) -> Timings:
-        """[c n] steps with so many prompts and decodes each: first one of each of the n pipelines, then
-        another of each, and so on."""
-        costs, rows, count = self._costs, self._rows, len(self._rows)
-        work = costs.mixed_work(prompts, decodes)  # type: ignore[arg-type]
-        turns = np.arange(0, len(prompts), count)[:, None]
-        found = Timings.nothing(np.tile(rows.stages, len(turns)), rows.kind.shape[1])
-        for kind, row, column in self._places:
-            at, columns = (turns + row).ravel(), np.tile(column, len(turns))
-            here, group = Work(*(np.asarray(each)[at] for each in work)), rows.kinds.every[kind].group  # type: ignore[arg-type]
-            found.layer_s[at, columns] = costs.layers_work_s(group, here)
-            last = np.tile(rows.last[row, column], len(turns))
-            edge_s = np.empty(len(at))
-            for which, where in ((True, last), (False, ~last)):
-                edge_s[where] = costs.edges_work_s(group, here.sampled[where], which)  # type: ignore[index]
-            found.edge_s[at, columns] = edge_s
-        for link, row, column in self._hops:
-            at = (turns + row).ravel()
-            hop = rows.kinds.problem.link_kinds[1][link]
-            found.hop_s[at, np.tile(column, len(turns))] = costs.hop_work_s(hop, work.tokens[at])  # type: ignore[index]
-        return found
+    def of(self, steps: Steps) -> Timings:
+        """[c n] the times of these steps."""
+        costs, rows = self._costs, self._rows
+        work = costs.mixed_work(steps.prompts, steps.decodes)  # type: ignore[arg-type]
+        layers = np.full((len(self._groups) + 1, 2, len(steps.prompts)), NO_STAGE_S)
+        edges = np.zeros_like(layers)
+        for k, number in enumerate(self._groups):
+            group = rows.kinds.every[number].group
+            layers[k] = costs.layers_work_s(group, work)
+            for last in (False, True):
+                edges[k, int(last)] = costs.edges_work_s(group, work.sampled, last)  # type: ignore[arg-type]
+        hops = np.zeros((len(self._links) + 1, len(steps.prompts)))
+        for k, number in enumerate(self._links):
+            hop = rows.kinds.problem.link_kinds[1][number]
+            hops[k] = costs.hop_work_s(hop, work.tokens)
+        turns = len(steps.kind) // len(rows)
+        layer_s, edge_s = _chosen(self._stage, steps, layers, edges)
+        (hop_s,) = _chosen(self._hop, steps, hops)
+        return Timings(np.tile(rows.stages, turns), layer_s, edge_s, hop_s)
+
+
+def _numbered(kinds: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """The different kinds in [n, s], and where in that list each is; where there is NONE, its length."""
+    found = np.unique(kinds)
+    found = found[found != NONE]
+    return found.tolist(), np.where(kinds == NONE, len(found), np.searchsorted(found, kinds))
+
+
+def _chosen(which: np.ndarray, steps: Steps, *tables: np.ndarray) -> list[np.ndarray]:
+    """[c n, s] of each table, whose elements are of each kind of stage or link ([n, s] which) and of each
+    kind of step."""
+    n, s = which.shape
+    at = which[None] * len(steps.prompts) + steps.kind.reshape(-1, n)[:, :, None]
+    return [table.ravel().take(at).reshape(-1, s) for table in tables]
 
 
 def _widened(array: np.ndarray, width: int) -> np.ndarray:
@@ -168,13 +204,3 @@ def _widened(array: np.ndarray, width: int) -> np.ndarray:
     found = np.full((len(array), width), NONE)
     found[:, : array.shape[1]] = array
     return found
-
-
-def _places(numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Each number in [n, s] but NONE, with the rows and columns where it is."""
-    flat = numbers.ravel()
-    order = np.argsort(flat, kind="stable")
-    different, first = np.unique(flat[order], return_index=True)
-    for number, at in zip(different.tolist(), np.split(order, first[1:]), strict=True):
-        if number != NONE:
-            yield number, *np.divmod(at, numbers.shape[1])

@@ -14,7 +14,7 @@ from cost_model.pipeline import PhaseTimes, kept_prompts, mixed_period_s
 from hexgen2.region import Point, Region
 from hexgen2.search.planning.contenders import Contenders, PlanLimit
 from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_step_s
-from hexgen2.search.planning.pipeline_rows import StepTimes
+from hexgen2.search.planning.pipeline_rows import Steps, StepTimes
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.waiting_prompts import Rates
 
@@ -63,11 +63,14 @@ def _regions(
     able = (batch >= 1).reshape(len(chunks), count)
     if not pipelines.chunks_for_others:
         able &= (found.of_chunks >= found.least[:, None]).T
-    prompts, none = np.repeat(chunks, count), np.zeros_like(held)
-    only, mixed, rest = times.of(prompts, none), times.of(prompts, held), times.of(none, held)
+    prompts = np.repeat(chunks, count)
+    steps = Steps.of(prompts, held)
+    none = np.zeros_like(steps.prompts)
+    only, mixed = times.of(steps._replace(decodes=none)), times.of(steps)
+    rest = times.of(steps._replace(prompts=none))
     step_s = least_step_s(mixed, layers)
-    fewer = _below_jump(prompts * costs.isl, held) if costs.tiled else held
-    fewer_step_s = least_step_s(times.of(prompts, fewer), layers)
+    below = _below_jump(steps.prompts * costs.isl, steps.decodes) if costs.tiled else steps.decodes
+    fewer, fewer_step_s = below[steps.kind], least_step_s(times.of(steps._replace(decodes=below)), layers)
     chains = (MixedSteps(np.full_like(held, share), prompts, mixed.stages) for share in TELLING)
     decode_s = np.maximum(*(least_decodes_s(mixed, rest, layers, chain) for chain in chains))
 
