@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from hexgen2.search.partition.initial import initial_solution, spectral_and_swap
 from hexgen2.search.partition.metis import metis_partition
 from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.perturbation import perturb_and_refine
-from hexgen2.search.problem import Phases, Problem
+from hexgen2.search.problem import Phases, Problem, Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
@@ -65,7 +66,7 @@ LOOK_S_PER_PLACE, MOST_FOR_A_LOOK = 0.01, 0.2
 """Seconds that simulations at full load may take for each request that the first fleet found decodes at a
 time (later ones decode more), and the share of the time limit that they get at most; none if they take longer
 than all of it."""
-REFINED_BOUND, PARTITIONS = "bound", "partitions"
+REFINED_BOUND, CERTIFICATE, PARTITIONS = "bound", "certificate", "partitions"
 """Names of what else runs beside the search, where cores are free."""
 LINEAR_UNTIL = 0.4
 """Share of the time limit after which the linear program's start is taken as far as it has come."""
@@ -90,6 +91,15 @@ class PureFound(NamedTuple):
 
     best: Evaluation | None
     stopping: Stopping
+
+
+class Certificate(NamedTuple):
+    """What the integer program gives: a solution, if it knows a better one, and a bound; and the bound of the
+    linear program."""
+
+    relaxed: UpperBound
+    solution: Solution
+    bound: UpperBound
 
 
 def search(problem: Problem, options: SearchOptions) -> Placement:
@@ -151,7 +161,7 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
         else:
             explore(state, options.seed, options.certify, options.simulated)
             rest = options.time_limit_s is not None and not state.incumbent.within(OPEN_GAP)
-            if (options.certify or rest) and not (state.incumbent.proved or state.stopping.out_of_time()):
+            if rest and not options.certify and _open(state):
                 _certify(state, options.seed)
 
     return run_search(NAME, problem, options, explore_all, rents=True, objectives=OBJECTIVES)
@@ -179,7 +189,7 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
 
     Parameters
     ----------
-    certified : whether the bound will be tightened afterwards
+    certified : whether to solve the integer program, too
     simulated : whether the best will be simulated afterwards, within the same time limit
     """
     evaluator = state.evaluator
@@ -216,19 +226,20 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
         state.spend(params.effort * _patience(state), params.close_gap if large else 0.0)
         if by_parts:
             explore_parts(state, seed)
-            return
-        refines = bound_last and not certified
-        if flexible:
-            _mix(state, others, refines)
+        elif flexible:
+            _mix(state, others, _begin_certificate if certified else _refine_bound if bound_last else None)
+            settle(state, seed)
         else:
             climb_from_starts(state)
-            if refines:
+            if bound_last and not certified:
                 _refine_bound(state, others)
-        settle(state, seed)
+            settle(state, seed)
         if REFINED_BOUND in others and not state.incumbent.proved:
             state.bounded_by(others[REFINED_BOUND].result())
         if PARTITIONS in others and not state.incumbent.proved:
             _take_partitions(state, others[PARTITIONS])
+        if certified and _open(state):
+            _certify(state, seed, others.get(CERTIFICATE))
     finally:
         for search in others.values():
             search.cancel()
@@ -252,9 +263,25 @@ def _refine_bound(state: SearchState, others: dict[str, Background]) -> None:
         others[REFINED_BOUND] = Background(refined)
 
 
-def _mix(state: SearchState, others: dict[str, Background], refines: bool) -> None:
+def _begin_certificate(state: SearchState, others: dict[str, Background]) -> None:
+    """Solve the integer program beside the search."""
+    if _open(state):
+        others[CERTIFICATE] = Background(_certificate_of(state, state.evaluator.relaxed.apart()))
+
+
+def _certificate_of(state: SearchState, relaxed: Relaxations) -> Callable[[Report], Certificate]:
+    """What solves the integer program for something better than the best so far, within the time limit."""
+    branches = state.evaluator.params.certify_branches
+    return partial(_solve_whole, relaxed, state.best_req_s, branches, state.stopping)
+
+
+def _mix(
+    state: SearchState,
+    others: dict[str, Background],
+    begin: Callable[[SearchState, dict[str, Background]], None] | None,
+) -> None:
     """Offer what is near the linear program's start and the best solutions of pure phases. Once these are
-    known, the bound is refined meanwhile, if it is to be."""
+    known, something else may begin beside that."""
     params, patience, whole = state.evaluator.params, _patience(state), state.stopping
     state.stopping = whole.only_until(LINEAR_UNTIL)
     state.spend(params.effort * patience, stale_effort=params.linear_effort * patience)
@@ -274,14 +301,19 @@ def _mix(state: SearchState, others: dict[str, Background], refines: bool) -> No
         for phases in PURE:
             if phases in wanted:
                 _take_pure(state, phases, others[phases])
-    if refines:
-        _refine_bound(state, others)
+    if begin is not None:
+        begin(state, others)
     for kind, best in greatest_first(state.pure.items(), lambda each: each[1].req_s):
         if best.req_s >= NEAR * state.best_req_s:
             refine(state, best.solution, f"start all {kind}")
     state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
     if len(state.evaluator.problem.usable) > 1:
         climb_from_partitions(state)
+
+
+def _open(state: SearchState) -> bool:
+    """Whether there is something to find or to prove, and time."""
+    return not (state.incumbent.proved or state.stopping.out_of_time())
 
 
 def _in_time(state: SearchState) -> bool:
@@ -385,24 +417,37 @@ def settle(state: SearchState, seed: int) -> None:
     perturb_and_refine(state, seed, state.evaluator.params.perturbations)
 
 
-def _certify(state: SearchState, seed: int) -> None:
+def _certify(state: SearchState, seed: int, begun: Background[Certificate] | None = None) -> None:
     """The integer program, which proves a tighter bound and may know a better start; then more of the
     same search."""
     params = state.evaluator.params
     best = state.incumbent.best
     if best is not None:  # By simulation, it may still be the better one.
         state.earlier.append(best)
-    relaxed = state.evaluator.relaxed
-    relaxed.enough = state.best_req_s
-    state.bounded_by(relaxed.upper_bound())
-    solution, limit = relaxed.whole(
-        branches=params.certify_branches,
-        time_s=state.stopping.time_left_s,
-        known=best.req_s if best else 0.0,
-    )
-    state.bounded_by(limit)
+    if begun is None:
+        found = _certificate_of(state, state.evaluator.relaxed)(lambda bound: None)
+    else:
+        begun.wait(state.stopping.out_of_time)
+        if not begun.done:
+            if (bound := begun.latest()) is not None:
+                state.bounded_by(bound)
+            return
+        found = begun.result()
+    state.bounded_by(found.relaxed)
+    state.bounded_by(found.bound)
     # A flexible search still ends when it stops to improve.
     state.spend(params.certify_effort, close_gap=0.0, stale_effort=state.stopping.stale_effort)
-    if solution.groups:
-        refine(state, solution, "start from the integer program")
+    if found.solution.groups:
+        refine(state, found.solution, "start from the integer program")
     settle(state, seed + 1)
+
+
+def _solve_whole(
+    relaxed: Relaxations, known_req_s: float, branches: int, stopping: Stopping, report: Report
+) -> Certificate:
+    """The integer program, for something better than known_req_s; the linear program's bound is reported."""
+    relaxed.enough = known_req_s
+    bound = relaxed.upper_bound()
+    report(bound)
+    solution, limit = relaxed.whole(branches=branches, time_s=stopping.time_left_s, known=known_req_s)
+    return Certificate(bound, solution, limit)
