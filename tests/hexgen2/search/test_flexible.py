@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -362,3 +363,21 @@ def test_limits_by_links_rule_most_steps_out_where_links_are_thin(bandwidth_gbit
     finite = [(s, x) for s, x in zip(scores, limits, strict=True) if x < float("inf")]
     assert len(finite) > len(every) / 2  # All in which somebody runs both phases.
     assert sum(x - s for s, x in finite) < 0.1 * sum(x for _, x in finite)
+
+
+def test_a_certificate_is_the_same_on_one_core(monkeypatch):
+    """The integer program beside the search, or after it; never a looser bound than without it."""
+    problem = make_problem("hexgen2-setting-4", "llama-2-70b", "LPHD", phases="flexible")
+    certified = replace(OPTIONS, certify=True)
+
+    def found(options: SearchOptions, cores: set[int]) -> dict:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+        placement = find_strategy("hexgen2")(problem, options).model_dump()
+        del placement["search"]["seconds"]
+        return placement
+
+    alone, beside, plain = found(certified, {0}), found(certified, {0, 1}), found(OPTIONS, {0, 1})
+    assert alone == beside
+    assert alone["bound"]["method"] == "integer program"
+    assert alone["bound"]["req_s"] <= plain["bound"]["req_s"] * (1 + 1e-9)
+    assert alone["throughput"]["req_s"] >= plain["throughput"]["req_s"] * (1 - 1e-9)
