@@ -24,6 +24,7 @@ from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
@@ -62,6 +63,8 @@ PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
 has the second for that in any case."""
 FIRST = 0.1
 """Share of the time limit for a first answer of colocated replicas, and for one of the others."""
+MANY_REPLICAS = 200
+"""Of more, a first answer is one in which nobody works for others."""
 LOOK_S_PER_PLACE, MOST_FOR_A_LOOK = 0.01, 0.2
 """Seconds that simulations at full load may take for each request that the first fleet found decodes at a
 time (later ones decode more), and the share of the time limit that they get at most; none if they take longer
@@ -196,7 +199,7 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     for k, role in enumerate(("colocated", "decode"), 1):
         if role in evaluator.problem.roles:
             first = whole_nodes(evaluator, role, partial(state.stopping.spent, k * FIRST))
-            state.offer(evaluator.evaluate(first), "start with whole nodes")
+            state.offer(_first_look(evaluator, first), "start with whole nodes")
     if simulated:
         _keep_time_for_a_look(state)
     by_parts = has_parts(evaluator) and state.budget is None
@@ -243,6 +246,16 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     finally:
         for search in others.values():
             search.cancel()
+
+
+def _first_look(evaluator: Evaluator, solution: Solution) -> Evaluation:
+    """The value of a first answer; of very many colocated replicas as if they worked for themselves alone,
+    since to find out what else they could do takes seconds."""
+    many = len(solution.groups) > MANY_REPLICAS
+    if many and evaluator.problem.mixes and all(each.role == "colocated" for each in solution.groups):
+        apart = replace(evaluator.problem, phases="colocated")
+        evaluator = Evaluator(apart, evaluator.params, evaluator.planner.counting_anew())
+    return evaluator.evaluate(solution)
 
 
 def _keep_time_for_a_look(state: SearchState) -> None:

@@ -124,7 +124,7 @@ def list_columns(
             here = [here[k] for k in np.random.default_rng(0).permutation(len(here)).tolist()]
         patterns += here
     groups = [classes.counts(pattern) for pattern in patterns]
-    planner.look_ahead(roles, groups, lambda listed: listed > 0 and stop(listed))
+    planner.look_ahead(roles, groups, lambda listed: listed > 0 and stop(listed), shared=True)
     complete = True
     for pattern, counts in zip(patterns, groups, strict=True):
         if not all(planner.looked_at(role, counts) for role in roles):

@@ -409,14 +409,15 @@ class Planner:
         groups: Iterable[NodeCounts],
         stop: Callable[[float], bool] = lambda share: False,
         at_once: int = AT_ONCE,
+        shared: bool = False,
     ) -> None:
         """Find out what no plan of these groups in these roles exceeds, before `limit` and `plan` ask: many
-        together, which is much faster than one after the other, and half of them in another process, if they
-        are many and a core is free.
+        together, which is much faster than one after the other.
 
         Parameters
         ----------
         stop : whether to stop, now that this share of the groups has been looked at
+        shared : whether another process looks at half of them, if they are many and a core is free
         """
         left: dict[tuple, tuple[NodeCounts, list[int]]] = {}
         for counts in groups:
@@ -425,7 +426,7 @@ class Planner:
                 if any((role, *alike, self._limited_by) not in self._candidates for role in roles):
                     left.setdefault(alike, (like, nodes))
         keys = list(left)
-        if len(keys) < WORTH_A_PROCESS or free_cores() < 1:
+        if not shared or len(keys) < WORTH_A_PROCESS or free_cores() < 1:
             for found in self._outlooks(roles, left, stop, at_once):
                 self._take(found)
             return

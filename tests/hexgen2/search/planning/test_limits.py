@@ -221,7 +221,7 @@ def test_groups_looked_at_in_another_process_are_the_same(engine, monkeypatch):
     sizes = [len(gpus) for gpus in problem.node_gpus]
     groups = [((node, count),) for node, size in enumerate(sizes) for count in range(1, size + 1)]
     groups += [((a, sizes[a]), (b, sizes[b])) for a, b in itertools.combinations(range(len(sizes)), 2)]
-    together.look_ahead(problem.roles, groups)
+    together.look_ahead(problem.roles, groups, shared=True)
     assert [each.elsewhere for each in begun] == [True]
     for counts, role in itertools.product(groups, problem.roles):
         assert together.looked_at(role, counts)
