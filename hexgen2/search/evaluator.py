@@ -154,6 +154,12 @@ class Evaluator:
             known = self._evaluated[key] = self._with_best_chunks(solution, *sides)
         return known
 
+    def evaluate_alone(self, solution: Solution) -> Evaluation:
+        """The same with colocated replicas that work for themselves alone: what very many of them could do for
+        each other takes seconds to find out."""
+        apart = replace(self.problem, phases="colocated")
+        return Evaluator(apart, self.params, self.planner.counting_anew()).evaluate(solution)
+
     def limit_by_links(self, solution: Solution, near: Evaluation) -> float:
         """An upper limit on the score of a solution whose colocated replicas work for others, in a fraction
         of the time that `evaluate` takes: what links let them do if each had all sizes of chunks at once, and

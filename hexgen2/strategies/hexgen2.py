@@ -249,12 +249,10 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
 
 
 def _first_look(evaluator: Evaluator, solution: Solution) -> Evaluation:
-    """The value of a first answer; of very many colocated replicas as if they worked for themselves alone,
-    since to find out what else they could do takes seconds."""
-    many = len(solution.groups) > MANY_REPLICAS
-    if many and evaluator.problem.mixes and all(each.role == "colocated" for each in solution.groups):
-        apart = replace(evaluator.problem, phases="colocated")
-        evaluator = Evaluator(apart, evaluator.params, evaluator.planner.counting_anew())
+    """The value of a first answer."""
+    colocated = all(group.role == "colocated" for group in solution.groups)
+    if len(solution.groups) > MANY_REPLICAS and evaluator.problem.mixes and colocated:
+        return evaluator.evaluate_alone(solution)
     return evaluator.evaluate(solution)
 
 
