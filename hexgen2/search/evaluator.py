@@ -155,8 +155,8 @@ class Evaluator:
         return known
 
     def evaluate_alone(self, solution: Solution) -> Evaluation:
-        """The same with colocated replicas that work for themselves alone: what very many of them could do for
-        each other takes seconds to find out."""
+        """The same with colocated replicas that work for themselves alone: what else very many could do
+        takes seconds to find out."""
         apart = replace(self.problem, phases="colocated")
         return Evaluator(apart, self.params, self.planner.counting_anew()).evaluate(solution)
 
