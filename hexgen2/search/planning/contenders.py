@@ -3,10 +3,9 @@ in a fraction of the time that it takes to plan them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +17,10 @@ from hexgen2.region import Region
 from hexgen2.search.planning.layers import balance_many
 from hexgen2.search.planning.limits import MixedSteps, least_period_s, least_step_s, mean_period_s
 from hexgen2.search.planning.pipeline_rows import Forms, PipelineRows, Steps, StepTimes
-from hexgen2.search.planning.pipelines import Pipeline, Pipelines
-from hexgen2.search.planning.shapes import StageShape
-from hexgen2.search.planning.stage_kinds import Degrees, StageKind
+from hexgen2.search.planning.pipelines import Pipelines
+from hexgen2.search.planning.stage_kinds import StageKind
 from hexgen2.search.planning.timing import Timings
 from hexgen2.search.problem import Problem
-from hexgen2.search.ties import greatest_first
 
 FOUND = 1 - 1e-3
 """Of the requests/s of divisions that the planner tries, this share: ties may be decided otherwise there."""
@@ -72,78 +69,6 @@ class PlanLimit:
 
     req_s: float
     region: Region | None
-
-
-class Outlook(NamedTuple):
-    """What several groups can form in a role, before any of it is planned: all that another process has to
-    send of it.
-
-    keys : of the groups, which those of the same kinds of nodes and links have in common
-    nodes : of each group
-    limits : of the groups by number, but for those in which the model does not fit
-    ends : [groups + 1] where the contenders of each group begin
-    node, degrees : [n, s] of each stage of the contenders; the latter are numbers in `known_degrees`
-    stages : [n] how many; of_chunks : [n, c] see Limits
-    """
-
-    role: str
-    keys: list[tuple]
-    nodes: list[list[int]]
-    limits: dict[int, PlanLimit]
-    ends: list[int]
-    node: np.ndarray
-    degrees: np.ndarray
-    stages: np.ndarray
-    of_chunks: np.ndarray
-    known_degrees: list[Degrees]
-
-    def shape(self, row: int) -> list[StageShape]:
-        """The shape of a contender."""
-        stages = zip(self.node[row].tolist(), self.degrees[row].tolist(), strict=True)
-        some = itertools.islice(stages, int(self.stages[row]))
-        return [StageShape(node, *self.known_degrees[each]) for node, each in some]
-
-    def groups(self, make: Callable[[Outlook, int], Pipeline]) -> Iterator[tuple[tuple, Candidates]]:
-        """The key and the candidates of each group; `make` makes a pipeline of a contender."""
-        most = self.of_chunks.max(axis=1).tolist()
-        for number, (key, nodes) in enumerate(zip(self.keys, self.nodes, strict=True)):
-            here = {row: most[row] for row in range(self.ends[number], self.ends[number + 1])}
-            yield key, Candidates(nodes, self.limits.get(number), here, partial(make, self))
-
-
-class Candidates:
-    """The pipelines that groups of the same kinds of nodes can form in a role, the most promising first.
-
-    Attributes
-    ----------
-    nodes : that the pipelines are on
-    limit : what no plan of them exceeds; None if the model does not fit
-
-    Parameters
-    ----------
-    req_s_of : limits of the pipelines, by their numbers
-    make : makes a pipeline
-    """
-
-    def __init__(
-        self,
-        nodes: list[int],
-        limit: PlanLimit | None,
-        req_s_of: Mapping[int, float],
-        make: Callable[[int], Pipeline],
-    ) -> None:
-        self.nodes, self.limit = nodes, limit
-        self._req_s_of, self._make, self._made = req_s_of, make, list[Pipeline]()
-
-    @cached_property
-    def _order(self) -> list[int]:
-        return greatest_first(self._req_s_of, self._req_s_of.__getitem__)
-
-    def __iter__(self) -> Iterator[Pipeline]:
-        for k, row in enumerate(self._order):
-            if k == len(self._made):
-                self._made.append(self._make(row))
-            yield self._made[k]
 
 
 class ContenderSearch:

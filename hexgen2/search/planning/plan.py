@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
-
-import numpy as np
 
 from cost_model.pipeline import prefill_pace
 from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.region import Point, Region
 from hexgen2.replica import EngineSettings
-from hexgen2.search.background import Background, free_cores
 from hexgen2.search.planning.chunks import FEW_GPUS, chunks_worth_trying
 from hexgen2.search.planning.classes import node_classes, widest_span
-from hexgen2.search.planning.contenders import Candidates, ContenderSearch, Outlook, PlanLimit
+from hexgen2.search.planning.contenders import ContenderSearch, PlanLimit
 from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Divisions
+from hexgen2.search.planning.outlooks import AT_ONCE, Outlooks
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.prefill_front import PrefillFront
-from hexgen2.search.planning.regions import limits_of, region_of
+from hexgen2.search.planning.regions import region_of
 from hexgen2.search.planning.shapes import Shapes, StageShape
 from hexgen2.search.planning.waiting_prompts import waiting_s
 from hexgen2.search.problem import NodeCounts, Problem
@@ -33,10 +31,6 @@ from hexgen2.search.ties import exceeds, first_greatest, greatest
 
 SLOW_PLAN = 3
 """To plan a colocated replica within a target per output token takes as long as so many other plans."""
-AT_ONCE = 192
-"""Groups that are looked at together."""
-WORTH_A_PROCESS = 128
-"""Of so many groups that are to be looked at, another process looks at half, if a core is free."""
 DEFAULT_ENGINE = EngineSettings()
 
 
@@ -169,9 +163,9 @@ class Planner:
         self._beside: dict[tuple, float] = {}
         self._mixtures: dict[tuple, Mixtures] = {}
         self._limits: dict[tuple[str, NodeCounts], PlanLimit | None] = {}
-        targets = problem.targets
-        self._limited_by = targets.given, targets.tpot_s, targets.attainment
-        self._candidates: dict[tuple, Candidates] = alike._candidates if alike else {}
+        self._outlooks: Outlooks = Outlooks(
+            self._pipelines, self._shapes, self._contenders, alike._outlooks if alike else None
+        )
         self._link_kind = problem.link_kinds[0].tolist()
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
         self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
@@ -206,7 +200,7 @@ class Planner:
             slow = role == "colocated" and self.problem.targets.tpot_s is not None
             self.computed += SLOW_PLAN if slow else 1
         if key not in self._memo:
-            found = self._candidates_of(role, counts, nodes, alike)
+            found = self._outlooks.of(role, alike, (counts, nodes))
             if role == "prefill" and self._several:
                 # Other targets may have asked first, for the same kinds of nodes elsewhere.
                 if key not in self._fronts:
@@ -400,7 +394,7 @@ class Planner:
         key = role, counts
         if key not in self._limits:
             like, nodes, alike = self._by_kind(counts)
-            self._limits[key] = self._candidates_of(role, like, nodes, alike).limit
+            self._limits[key] = self._outlooks.of(role, alike, (like, nodes)).limit
         return self._limits[key]
 
     def look_ahead(
@@ -423,76 +417,15 @@ class Planner:
         for counts in groups:
             if len(counts) <= self.span and any((role, counts) not in self._limits for role in roles):
                 like, nodes, alike = self._by_kind(counts)
-                if any((role, *alike, self._limited_by) not in self._candidates for role in roles):
+                if not all(self._outlooks.knows(role, alike) for role in roles):
                     left.setdefault(alike, (like, nodes))
-        keys = list(left)
-        if not shared or len(keys) < WORTH_A_PROCESS or free_cores() < 1:
-            for found in self._outlooks(roles, left, stop, at_once):
-                self._take(found)
-            return
-        # Every other one, since those that are listed later take longer.
-        here, there = ({key: left[key] for key in keys[k::2]} for k in (0, 1))
-        others = Background(lambda report: list(self._outlooks(roles, there, stop, at_once)))
-        try:
-            for found in self._outlooks(roles, here, stop, at_once):
-                self._take(found)
-            for found in others.result():
-                self._take(found)
-        finally:
-            others.cancel()
+        self._outlooks.look_ahead(roles, left, stop, at_once, shared)
 
     def looked_at(self, role: str, counts: NodeCounts) -> bool:
         """Whether `limit` knows a group."""
         if len(counts) > self.span or (role, counts) in self._limits:
             return True
-        return (role, *self._by_kind(counts)[2], self._limited_by) in self._candidates
-
-    def _candidates_of(self, role: str, counts: NodeCounts, nodes: list[int], alike: tuple) -> Candidates:
-        """What a group that is sorted by kind can form."""
-        key = (role, *alike, self._limited_by)
-        if key not in self._candidates:
-            for found in self._outlook([role], {alike: (counts, nodes)}):
-                self._take(found)
-        return self._candidates[key]
-
-    def _outlooks(
-        self,
-        roles: Sequence[str],
-        groups: Mapping[tuple, tuple[NodeCounts, list[int]]],
-        stop: Callable[[float], bool],
-        at_once: int,
-    ) -> Iterator[Outlook]:
-        """What these groups, by their keys, can form in these roles, so many at once, until it is time to
-        stop."""
-        keys, done = iter(groups), 0
-        while not stop(done / max(1, len(groups))) and (some := list(itertools.islice(keys, at_once))):
-            yield from self._outlook(roles, {key: groups[key] for key in some})
-            done += len(some)
-
-    def _outlook(
-        self, roles: Sequence[str], groups: Mapping[tuple, tuple[NodeCounts, list[int]]]
-    ) -> Iterator[Outlook]:
-        rows, nodes = None, [nodes for _, nodes in groups.values()]
-        for role in roles:
-            if rows is None or self.problem.engine == "vllm":  # Shapes depend on the role there.
-                rows = self._contenders.rows(
-                    [self._shapes.forms(role, counts) for counts, _ in groups.values()]
-                )
-            found = self._contenders.of(role, rows)
-            limits = limits_of(self._pipelines, role, found)
-            ends = np.searchsorted(found.rows.group, np.arange(len(groups) + 1)).tolist()
-            arrays = found.rows.node, found.rows.degrees, found.rows.stages, found.of_chunks
-            known_degrees = list(self._pipelines.stage_kinds.degrees)
-            yield Outlook(role, list(groups), nodes, limits, ends, *arrays, known_degrees)
-
-    def _take(self, found: Outlook) -> None:
-        for alike, candidates in found.groups(self._made):
-            self._candidates.setdefault((found.role, *alike, self._limited_by), candidates)
-
-    def _made(self, found: Outlook, row: int) -> Pipeline:
-        pipeline = self._pipelines.of(found.role, found.shape(row), found.of_chunks[row].tolist())
-        assert pipeline is not None, "contenders fit"
-        return pipeline
+        return self._outlooks.knows(role, self._by_kind(counts)[2])
 
     def moves_kv(self, plan: GroupPlan) -> bool:
         """Whether a colocated replica with this plan may send KV caches and take them: under vLLM, those of

@@ -12,7 +12,7 @@ from cost_model.pipeline import PhaseTimes, mixed_period_s
 from hexgen2.goal import Goal
 from hexgen2.search import background
 from hexgen2.search.background import Background
-from hexgen2.search.planning import plan as planning
+from hexgen2.search.planning import outlooks
 from hexgen2.search.planning.layers import balance_layers, balance_many
 from hexgen2.search.planning.limits import (
     MixedSteps,
@@ -210,18 +210,17 @@ def test_a_plan_is_the_best_of_all_shapes_whichever_groups_are_looked_at_with_it
 @pytest.mark.parametrize("engine", ["any", "vllm"])
 def test_groups_looked_at_in_another_process_are_the_same(engine, monkeypatch):
     """Limits, and the plans that are made of what the other process sends."""
-    monkeypatch.setattr(planning, "WORTH_A_PROCESS", 2)
-    monkeypatch.setattr(planning, "AT_ONCE", 8)
-    for module in (planning, background):
+    monkeypatch.setattr(outlooks, "WORTH_A_PROCESS", 2)
+    for module in (outlooks, background):
         monkeypatch.setattr(module, "free_cores", lambda: 1)
     begun = []
-    monkeypatch.setattr(planning, "Background", lambda work: begun.append(Background(work)) or begun[-1])
+    monkeypatch.setattr(outlooks, "Background", lambda work: begun.append(Background(work)) or begun[-1])
     problem = make_problem("hexgen2-setting-1", "opt-30b", "LPHD", phases="flexible", engine=engine)
     alone, together = Planner(problem), Planner(problem)
     sizes = [len(gpus) for gpus in problem.node_gpus]
     groups = [((node, count),) for node, size in enumerate(sizes) for count in range(1, size + 1)]
     groups += [((a, sizes[a]), (b, sizes[b])) for a, b in itertools.combinations(range(len(sizes)), 2)]
-    together.look_ahead(problem.roles, groups, shared=True)
+    together.look_ahead(problem.roles, groups, at_once=8, shared=True)
     assert [each.elsewhere for each in begun] == [True]
     for counts, role in itertools.product(groups, problem.roles):
         assert together.looked_at(role, counts)
