@@ -18,7 +18,7 @@ from hexgen2.search.planning.contenders import ContenderSearch, PlanLimit
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.regions import limits_of
 from hexgen2.search.planning.shapes import Shapes, StageShape
-from hexgen2.search.planning.stage_kinds import Degrees
+from hexgen2.search.planning.stage_kinds import Degrees, shape_of
 from hexgen2.search.problem import NodeCounts
 from hexgen2.search.ties import greatest_first
 
@@ -58,9 +58,7 @@ class Outlook(NamedTuple):
 
     def shape(self, row: int) -> list[StageShape]:
         """The shape of a contender."""
-        stages = zip(self.node[row].tolist(), self.degrees[row].tolist(), strict=True)
-        some = itertools.islice(stages, int(self.stages[row]))
-        return [StageShape(node, *self.known_degrees[each]) for node, each in some]
+        return shape_of(self.node[row], self.degrees[row], int(self.stages[row]), self.known_degrees)
 
     def groups(self, make: Callable[[Outlook, int], Pipeline]) -> Iterator[tuple[tuple, Candidates]]:
         """The key and the candidates of each group; `make` makes a pipeline of a contender."""

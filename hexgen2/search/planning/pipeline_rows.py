@@ -3,7 +3,6 @@ time that one after the other takes."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ import numpy as np
 
 from cost_model.base import CostModel, Phase
 from hexgen2.search.planning.shapes import StageShape
-from hexgen2.search.planning.stage_kinds import NONE, StageKinds
+from hexgen2.search.planning.stage_kinds import NONE, StageKinds, shape_of
 from hexgen2.search.planning.timing import NO_STAGE_S, Timings
 
 Forms = tuple[Sequence[int], Sequence[Sequence[StageShape]]]
@@ -79,9 +78,7 @@ class PipelineRows:
 
     def shape(self, row: int) -> list[StageShape]:
         """The shape of a pipeline."""
-        stages = zip(self.node[row].tolist(), self.degrees[row].tolist(), strict=True)
-        some = itertools.islice(stages, int(self.stages[row]))
-        return [StageShape(node, *self.kinds.degrees[each]) for node, each in some]
+        return shape_of(self.node[row], self.degrees[row], int(self.stages[row]), self.kinds.degrees)
 
     def places(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """The kinds of stages, each with the rows and columns where it is."""

@@ -108,5 +108,13 @@ class StageKinds:
         return np.array(rows).reshape(len(rows), 2, 2, 5)
 
 
+def shape_of(
+    node: np.ndarray, degrees: np.ndarray, stages: int, known: Sequence[Degrees]
+) -> list[StageShape]:
+    """The shape of a pipeline of so many stages, from [s] nodes and numbers of degrees that are known."""
+    some = itertools.islice(zip(node.tolist(), degrees.tolist(), strict=True), stages)
+    return [StageShape(at, *known[each]) for at, each in some]
+
+
 def _numbers(memory: StageMemory) -> Iterable[float]:
     return (memory.limit, memory.fixed, memory.per_layer, memory.per_layer_request, memory.per_request)
