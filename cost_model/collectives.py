@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from cost_model.hardware import Link
 from cost_model.portable import log, logs, power, powers
+from cost_model.roofline import Amount
 
 MIB = 1024**2
 Table = tuple[tuple[float, float], ...]
-Amount = Any
-"""A float, or a numpy array of them."""
 
 # Devices, and the share of a pair's bandwidth that each keeps: L40S over PCIe 4.0, bus bandwidth 20, 5.2 and
 # 1.4 GB/s with 2, 4 and 8 cards (NCCL times in AIConfigurator's L40S database). That is a host without
@@ -84,7 +82,7 @@ def _interpolated_at(table: Sequence[tuple[float, float]], at: np.ndarray) -> np
     """`_interpolated` at [n] points, to the last bit."""
     sizes, values = np.array(table).T
     inside = np.clip(at, sizes[0], sizes[-1])
-    k = np.clip(np.searchsorted(sizes, inside), 1, None)
+    k = np.maximum(1, np.searchsorted(sizes, inside))
     low, high, a, b = sizes[k - 1], sizes[k], values[k - 1], values[k]
     found = a * powers(b / a, logs(inside / low) / logs(high / low))
     return np.where(at <= sizes[0], values[0], np.where(at >= sizes[-1], values[-1], found))

@@ -50,16 +50,14 @@ class PerturbedCosts(WrappedCosts):
 
     def layers_work_s(self, group: TensorGroup, work: Work) -> np.ndarray:
         prefill, decode = self._of(group.accelerator)
-        steps = Work(*map(np.asarray, work))  # type: ignore[arg-type]
-        whole_s = self.nominal.layers_work_s(group, steps)
+        whole_s = self.nominal.layers_work_s(group, work)
         if prefill == decode:
             return decode * whole_s
-        prompt_tokens, decodes = np.asarray(steps.prompt_tokens), np.asarray(steps.decodes)
+        prompt_tokens, attended, decodes, _, sampled = map(np.asarray, work)
         found = np.where(prompt_tokens > 0, prefill, decode) * whole_s
         both = np.flatnonzero((prompt_tokens > 0) & (decodes > 0))
-        sampled = np.maximum(0.0, steps.sampled - decodes)[both]
-        none, attended = np.zeros(len(both)), np.asarray(steps.prompt_attended)[both]
-        prompts = Work(prompt_tokens[both], attended, none, none, sampled)  # type: ignore[arg-type]
+        none, first = np.zeros(len(both)), np.maximum(0.0, sampled - decodes)[both]
+        prompts = Work(prompt_tokens[both], attended[both], none, none, first)  # type: ignore[arg-type]
         prompts_s = np.minimum(whole_s[both], self.nominal.layers_work_s(group, prompts))
         found[both] = prefill * prompts_s + decode * (whole_s[both] - prompts_s)
         return found

@@ -146,26 +146,25 @@ class EngineSteps(Calibrated):
         if np.size(work.sampled) < FEW or group.accelerator.kind == "cpu":
             return super().layers_work_s(group, work)
         layers, numbers, dp = self._operators(group), self.fitted.numbers, group.attention_dp
-        steps = Work(*map(np.asarray, work))  # type: ignore[arg-type]
-        sampled, prompt_tokens, decodes = map(np.asarray, (steps.sampled, steps.prompt_tokens, steps.decodes))
+        prompt_tokens, attended, decodes, context, sampled = map(np.asarray, work)
+        tokens = prompt_tokens + decodes
         with_prompts, with_decodes = np.flatnonzero(prompt_tokens), np.flatnonzero(decodes)
         prompts = np.maximum(1.0, sampled - decodes)[with_prompts]
-        tokens, which = np.unique(steps.tokens, return_inverse=True)
         if dp == 1:
-            taken = np.asarray(self._sum_of_tokens_s(group, layers, tokens, tokens))[which]
+            unlike, which = np.unique(tokens, return_inverse=True)
+            taken = np.asarray(self._sum_of_tokens_s(group, layers, unlike, unlike))[which]
         else:
-            own = np.asarray(steps.tokens / dp)
+            own = tokens / dp
             own[with_prompts] = np.maximum(own[with_prompts], prompt_tokens[with_prompts] / prompts)
-            taken = np.asarray(self._sum_of_tokens_s(group, layers, own, steps.tokens))
+            taken = np.asarray(self._sum_of_tokens_s(group, layers, own, tokens))
         if len(with_prompts):
             share = 1.0 if dp == 1 else np.maximum(1 / dp, 1 / prompts)
-            attended = np.asarray(steps.prompt_attended)[with_prompts] * share
-            sizes = np.maximum(1.0, prompts * share), prompt_tokens[with_prompts] * share, attended
-            taken[with_prompts] += self._prompts * layers.prompts_s(*sizes) + numbers.prompt_layer_us * _US
+            sizes = prompt_tokens[with_prompts] * share, attended[with_prompts] * share
+            attention_s = layers.prompts_s(np.maximum(1.0, prompts * share), *sizes)
+            taken[with_prompts] += self._prompts * attention_s + numbers.prompt_layer_us * _US
         if len(with_decodes):
             each = decodes[with_decodes] if dp == 1 else np.maximum(1.0, decodes[with_decodes] / dp)
-            context = np.asarray(steps.context)[with_decodes] / dp
-            taken[with_decodes] += self._decodes * layers.decodes_s(each, context)
+            taken[with_decodes] += self._decodes * layers.decodes_s(each, context[with_decodes] / dp)
         return taken if dp == 1 else numbers.groups * taken
 
     def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:

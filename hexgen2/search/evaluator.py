@@ -30,7 +30,7 @@ from hexgen2.search.partition.parts import near_parts
 from hexgen2.search.planning.contenders import PlanLimit
 from hexgen2.search.planning.plan import GroupPlan, Mixtures, Planner
 from hexgen2.search.planning.waiting_prompts import mean_waiting_s
-from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
+from hexgen2.search.problem import Group, NodeCounts, Phases, Problem, Solution
 from hexgen2.search.score_limits import ScoreLimits
 from hexgen2.search.stage_orders import StageOrders
 from hexgen2.search.ties import first_greatest
@@ -110,6 +110,12 @@ class Evaluator:
         part._evaluated, part._reordered_keys = {}, set()
         return part
 
+    def with_phases(self, phases: Phases) -> Evaluator:
+        """For solutions with these phases only, with the same plans. To find out what very many colocated
+        replicas could do for others takes seconds, which one for "colocated" spares."""
+        restricted = replace(self.problem, phases=phases)
+        return Evaluator(restricted, self.params, self.planner.counting_anew())
+
     @cached_property
     def alike(self) -> Alike:
         """Which groups and nodes take each other's place."""
@@ -153,12 +159,6 @@ class Evaluator:
             sides = (self._replicas(solution, role, plans) for role in ("prefill", "decode", "colocated"))
             known = self._evaluated[key] = self._with_best_chunks(solution, *sides)
         return known
-
-    def evaluate_alone(self, solution: Solution) -> Evaluation:
-        """The same with colocated replicas that work for themselves alone: what else very many could do
-        takes seconds to find out."""
-        apart = replace(self.problem, phases="colocated")
-        return Evaluator(apart, self.params, self.planner.counting_anew()).evaluate(solution)
 
     def limit_by_links(self, solution: Solution, near: Evaluation) -> float:
         """An upper limit on the score of a solution whose colocated replicas work for others, in a fraction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from hexgen2.search.bounds.upper_bounds import UpperBound
@@ -111,11 +111,7 @@ class SearchState:
             search ends
         """
         evaluator = self.evaluator
-        restricted = replace(evaluator.problem, phases=phases)
-        pure = SearchState(
-            Evaluator(restricted, evaluator.params, evaluator.planner.counting_anew()),
-            self.stopping.of_which(1 - until),
-        )
+        pure = SearchState(evaluator.with_phases(phases), self.stopping.of_which(1 - until))
         pure.evaluator.relaxed.stop = partial(self.stopping.spent, listed)
         pure.evaluator.relaxed.enough = evaluator.relaxed.enough
         if evaluator.relaxed.listed:

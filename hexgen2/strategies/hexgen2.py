@@ -252,7 +252,7 @@ def _first_look(evaluator: Evaluator, solution: Solution) -> Evaluation:
     """The value of a first answer."""
     colocated = all(group.role == "colocated" for group in solution.groups)
     if len(solution.groups) > MANY_REPLICAS and evaluator.problem.mixes and colocated:
-        return evaluator.evaluate_alone(solution)
+        return evaluator.with_phases("colocated").evaluate(solution)
     return evaluator.evaluate(solution)
 
 
@@ -436,12 +436,14 @@ def _certify(state: SearchState, seed: int, begun: Background[Certificate] | Non
     if best is not None:  # By simulation, it may still be the better one.
         state.earlier.append(best)
     if begun is None:
-        found = _certificate_of(state, state.evaluator.relaxed)(lambda bound: None)
+        found = _certificate_of(state, state.evaluator.relaxed)(state.bounded_by)
     else:
-        begun.wait(state.stopping.out_of_time)
-        if not begun.done:
+        try:
+            begun.wait(state.stopping.out_of_time)
+        finally:  # After Ctrl-C, too.
             if (bound := begun.latest()) is not None:
                 state.bounded_by(bound)
+        if not begun.done:
             return
         found = begun.result()
     state.bounded_by(found.relaxed)

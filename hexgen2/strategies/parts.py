@@ -200,9 +200,11 @@ def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
         first = whole_nodes(evaluator, stop=partial(stopping.spent, until))
         state.offer(evaluator.evaluate(first), "start with whole nodes")
     phases, began = evaluator.problem.phases, stopping.spent_share
-    if phases == "flexible" and len(evaluator.problem.usable) > MOST_AT_ONCE:
+    large = len(evaluator.problem.usable) > MOST_AT_ONCE
+    if phases == "flexible" and large and evaluator.relaxed.list_columns():
+        evaluator.relaxed.stop = partial(stopping.spent, until)
         found = evaluator.relaxed.start(roles=ROLES["colocated"])
-        state.offer(evaluator.evaluate_alone(found), "start from the linear program")
+        state.offer(evaluator.with_phases("colocated").evaluate(found), "start from the linear program")
     by_then = until - ROUNDED * (until - began)
     found = groups_by_parts(evaluator, partial(stopping.spent, by_then), partial(_left_s, stopping, by_then))
     state.offer(evaluator.evaluate(found), "start by parts")

@@ -24,7 +24,7 @@ from hexgen2.search.problem import Problem
 
 FOUND = 1 - 1e-3
 """Of the requests/s of divisions that the planner tries, this share: ties may be decided otherwise there."""
-MOST_PROMISING = 2
+LIKELY = 2
 """Pipelines of a group of which the one that is sure to be good is sought: those with the highest limits."""
 HALVINGS = 5
 """How often the range is halved in which the most requests lie that keep a target per output token."""
@@ -298,7 +298,7 @@ class ContenderSearch:
 
 
 def _first_of_groups(group: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """The numbers, rising, of the MOST_PROMISING pipelines of each group that have the highest limits."""
+    """The numbers, rising, of the LIKELY pipelines of each group that have the highest limits."""
     order = np.lexsort((-most, group))
     place = np.arange(len(order)) - np.searchsorted(group, group[order])
-    return np.asarray(np.sort(order[place < MOST_PROMISING]))
+    return np.asarray(np.sort(order[place < LIKELY]))
