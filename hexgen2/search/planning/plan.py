@@ -108,11 +108,11 @@ def _stages(pipeline: Pipeline, split: Sequence[int]) -> tuple[PlannedStage, ...
     )
 
 
-def _with_few_chunks(problem: Problem, shapes: Shapes) -> Pipelines:
+def _with_few_chunks(problem: Problem) -> Pipelines:
     """Pipelines of a problem, with the sizes of chunks that are worth trying."""
     pipelines = Pipelines(problem)
     if pipelines.chunks and "colocated" in problem.roles:
-        chosen = chunks_worth_trying(problem, ContenderSearch(pipelines, problem), shapes)
+        chosen = chunks_worth_trying(problem, ContenderSearch(pipelines, problem), Shapes(problem))
         every = pipelines.chunks
         pipelines.chunks = tuple(every[k] for k in chosen)
         if not problem.targets.given:
@@ -128,6 +128,7 @@ class Planner:
     Parameters
     ----------
     alike : of the same problem with another goal, to save time
+    shapes : that groups may have; all if None
 
     Attributes
     ----------
@@ -137,18 +138,16 @@ class Planner:
         takes longer counts as several
     """
 
-    def __init__(self, problem: Problem, alike: Planner | None = None) -> None:
+    def __init__(self, problem: Problem, alike: Planner | None = None, shapes: Shapes | None = None) -> None:
         self.problem = problem
         self.classes = node_classes(problem)
         # Tight targets may need many GPUs for few requests. Only the bound by rates covers such replicas.
         self.span = len(problem.node_gpus) if problem.targets.given else widest_span(problem)
         self.computed = 0
         self._counted: set[tuple] = set()
-        self._shapes = Shapes(problem)
+        self._shapes = shapes or Shapes(problem)
         same_chunks = alike is not None and alike.problem.targets.given == problem.targets.given
-        self._pipelines: Pipelines = (
-            alike._pipelines if alike and same_chunks else _with_few_chunks(problem, self._shapes)
-        )
+        self._pipelines: Pipelines = alike._pipelines if alike and same_chunks else _with_few_chunks(problem)
         self._divisions = Divisions(self._pipelines, problem)
         self._contenders = ContenderSearch(self._pipelines, problem)
         self._sorted: dict[NodeCounts, tuple[NodeCounts, list[int], tuple]] = {}

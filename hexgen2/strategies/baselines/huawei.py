@@ -160,8 +160,7 @@ class OneStagePlanner(Planner):
     """Plans without pipelines: one stage, all of whose GPUs are in one node."""
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._shapes = _OneStage(problem)
+        super().__init__(problem, shapes=_OneStage(problem))
 
     @classmethod
     def evaluator(cls, problem: Problem, params: Params) -> Evaluator:

@@ -28,9 +28,8 @@ class UniformPlanner(Planner):
     """Plans with one tensor degree in all stages, TP x PP."""
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
         self._degree_of: dict[Accelerator, int] = {}
-        self._shapes = _UniformShapes(problem, self._degree_of)
+        super().__init__(problem, shapes=_UniformShapes(problem, self._degree_of))
 
     def fix_degree(self, accelerator: Accelerator, degree: int) -> None:
         """From now on, groups of this type have no other tensor degree; call it before any is planned."""
