@@ -8,10 +8,15 @@ test as an @example.
 
 import os
 import signal
+from pathlib import Path
 
 from hypothesis import settings
 
 os.environ["HEXGEN2_STRICT"] = "1"  # an illegal transition raises, in every process that a test starts
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # kernels for GPUs run on CPUs, if this is set before triton is imported
+    )
 
 # In a background job of a shell, Ctrl-C is ignored, and so it would be in every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,6 +14,7 @@ from runtime import native
 from runtime.engine.base import HopOutcome, OnLayer, RangeEngine, Rows
 from runtime.engine.rank import Rank
 from runtime.engine.torch.collectives import Collectives, connect_store, open_store
+from runtime.engine.torch.gpu.room import check_room
 from runtime.engine.torch.headwise.connections import Connections
 from runtime.engine.torch.headwise.heads import Heads
 from runtime.engine.torch.headwise.profiling import measured
@@ -93,18 +94,25 @@ class TorchEngine(RangeEngine):
     def _make_cache(self) -> None:
         (blocks, apart), limited = self._blocks(), self._config.windowed
         if limited is None:
+            self._check_room([(self._shape, blocks)])
             self.cache, self.shared = self._pool(self._shape, blocks)
-            self._runner = RangeRunner(self._stage, self.cache)
+            self._runner = RangeRunner(self._stage, self.cache, most=self._config.max_batch)
             return
         self._check_windows(limited)
         others = [layer for layer in range(self._stage.spec.layers) if layer not in limited.layers]
-        self.cache, self.shared = self._pool(self._shape_of(others), blocks)
-        self.windowed_cache, self.windowed_shared = self._pool(self._shape_of(limited.layers), apart)
+        shapes = self._shape_of(others), self._shape_of(limited.layers)
+        self._check_room([(shapes[0], blocks), (shapes[1], apart)])
+        self.cache, self.shared = self._pool(shapes[0], blocks)
+        self.windowed_cache, self.windowed_shared = self._pool(shapes[1], apart)
         places = {layer: (False, number) for number, layer in enumerate(others)}
         places |= {layer: (True, number) for number, layer in enumerate(limited.layers)}
         self._runner = RangeRunner(
             self._stage, self.cache, windowed=(self.windowed_cache, places.__getitem__)
         )
+
+    def _check_room(self, caches: Sequence[tuple[CacheShape, int]]) -> None:
+        if self._on_gpu:
+            check_room(self._stage, caches, self._config)
 
     def _shape_of(self, layers: Sequence[int]) -> CacheShape:
         """What a cache of some layers of the model holds here, with these numbered from 0."""
@@ -187,9 +195,10 @@ class TorchEngine(RangeEngine):
         windowed_tables: Mapping[str, list[int]],
         on_layer: OnLayer | None,
     ) -> StepResult | None:
+        if on_layer is None:
+            return self._runner.run(step, tables, windowed_tables, None)
+
         def computed(layer: int) -> None:
-            if on_layer is None:
-                return
             ready = None
             if self._on_gpu:
                 ready = torch.cuda.Event()

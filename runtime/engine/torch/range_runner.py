@@ -43,7 +43,8 @@ class RangeRunner(StageRunner):
             hidden = stage.forward(batch, hidden, lambda _: None, range(first, end))
         assert hidden is not None
         if stage.rank.is_last:
-            return HopOutcome(result=self._result(step, hidden, batch))
+            computed = hidden
+            return HopOutcome(result=self._result(step, lambda: stage.logits(computed, batch)))
         return HopOutcome(self._rows(hidden, [len(each.tokens) for each in sequences]))
 
     def _came(self, tokens: int, entering: Sequence[Rows | None]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,7 @@ from runtime.engine.faults import Faults, of_replica
 from runtime.engine.torch.attention import make_attention
 from runtime.engine.torch.attention.base import Batch, LayerAttention
 from runtime.engine.torch.attention.windowed import WindowedAttention
+from runtime.engine.torch.compiled import has_triton
 from runtime.engine.torch.headwise.heads import Heads
 from runtime.engine.torch.headwise.step import StepAttention
 from runtime.engine.torch.models.base import DecoderStage
@@ -17,6 +19,9 @@ from runtime.engine.torch.sampling.sampler import Sampler
 from runtime.kv_cache.pool import PagedCache
 from runtime.protocol.between_workers import SequenceStep, Step, StepResult
 from runtime.protocol.message import TokenLogprobs
+
+if TYPE_CHECKING:
+    from runtime.engine.torch.gpu.graphs import DecodeGraphs
 
 
 class StageRunner:
@@ -27,6 +32,7 @@ class StageRunner:
     heads : where KV heads are, in a replica with attention workers; None: all are in the cache
     windowed : the cache of layers with a window, and the place of each layer of the model (see
         WindowedAttention); None: all layers are in the one cache
+    most : sequences in a step
     """
 
     def __init__(
@@ -35,8 +41,14 @@ class StageRunner:
         cache: PagedCache,
         heads: Heads | None = None,
         windowed: tuple[PagedCache, Callable[[int], tuple[bool, int]]] | None = None,
+        most: int = 0,
     ) -> None:
         self._stage, self._attention, self._heads = stage, make_attention(cache), heads
+        self._graphs: DecodeGraphs | None = None
+        if stage.device.type == "cuda" and most and heads is None and windowed is None and has_triton():
+            from runtime.engine.torch.gpu.graphs import DecodeGraphs
+
+            self._graphs = DecodeGraphs.made(stage, self._attention, most)
         self._windowed = (make_attention(windowed[0]), windowed[1]) if windowed else None
         self._sampler = Sampler() if stage.collectives.rank.samples else None
         self._faults = Faults()
@@ -65,38 +77,54 @@ class StageRunner:
         step: Step,
         tables: Mapping[str, Sequence[int]],
         windowed_tables: Mapping[str, Sequence[int]],
-        on_layer: Callable[[int], None],
+        on_layer: Callable[[int], None] | None,
     ) -> StepResult | None:
         """Run a step.
 
         Parameters
         ----------
         tables, windowed_tables : blocks of each request, and those in the layers with a window
-        on_layer : called with each global layer number once its keys and values are in the cache
+        on_layer : called with each global layer number once its keys and values are in the cache; None: nobody
+            waits for them
 
         Returns
         -------
         the tokens on the worker that samples; None on others. If a request's token cannot be sampled, only
-        that request is broken
+        that request is broken. What the step writes to caches is there on all workers of the replica
         """
-        stage, collectives = self._stage, self._stage.collectives
-        batch = self._batch(step.sequences, tables, windowed_tables)
+        stage, collectives, sequences = self._stage, self._stage.collectives, step.sequences
         hidden = None
         if not collectives.rank.is_first:
-            hidden = collectives.receive((len(batch.tokens), stage.spec.hidden), stage.dtype)
-        hidden = stage.forward(batch, hidden, on_layer)
-        if not collectives.rank.is_last:
-            collectives.send(hidden)
-            return None
-        return self._result(step, hidden, batch)
+            count = sum(len(each.tokens) for each in sequences)
+            hidden = collectives.receive((count, stage.spec.hidden), stage.dtype)
+        if self._graphs is not None and on_layer is None and self._graphs.takes(sequences):
+            found = self._graphs.run(sequences, tables, hidden)
+            if collectives.rank.is_last:
+                chosen = [row for row, each in enumerate(sequences) if each.samples]
+                return self._result(step, lambda: found if len(chosen) == len(found) else found[chosen])
+            hidden = found
+        else:
+            batch = self._batch(sequences, tables, windowed_tables)
+            hidden = stage.forward(batch, hidden, on_layer or _nothing)
+            if collectives.rank.is_last:
+                computed = hidden
+                return self._result(step, lambda: stage.logits(computed, batch))
+        collectives.send(hidden)
+        return None
 
-    def _result(self, step: Step, hidden: torch.Tensor, batch: Batch) -> StepResult | None:
-        """The tokens of a step, from the last layer's [tokens, hidden], on the worker that samples."""
+    def _result(self, step: Step, logits_of: Callable[[], torch.Tensor | None]) -> StepResult | None:
+        """The tokens of a step on the worker that samples, from the logits of the sequences that sample."""
         stage = self._stage
         chosen = [sequence for sequence in step.sequences if sequence.samples]
         if not chosen:
-            return StepResult(step=step.step, tokens=()) if stage.collectives.rank.samples else None
-        logits = stage.logits(hidden, batch)
+            if not stage.collectives.rank.samples:
+                return None
+            if stage.device.type == "cuda":
+                # Blocks of the step's requests may go to others once it has a result, and what writes to those
+                # does not wait for this stream. Tokens, where there are some, wait for all before them.
+                torch.cuda.current_stream(stage.device).synchronize()
+            return StepResult(step=step.step, tokens=())
+        logits = logits_of()
         if logits is None or self._sampler is None:
             return None
         lost = self._lost(logits, chosen)
@@ -162,6 +190,10 @@ class StageRunner:
             [tables[sequence.request_id] for sequence in sequences],
             [sequence.samples for sequence in sequences],
         )
+
+
+def _nothing(layer: int) -> None:
+    """Nobody waits for a layer."""
 
 
 def _sampled(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from runtime.engine.torch.attention.base import Attention
 from runtime.engine.torch.attention.cpu import CpuAttention
+from runtime.engine.torch.attention.gpu import GpuAttention
 from runtime.engine.torch.attention.sdpa import SdpaAttention
 from runtime.kv_cache.pool import PagedCache
 
-IMPLEMENTATIONS: tuple[type[Attention], ...] = (CpuAttention, SdpaAttention)
+IMPLEMENTATIONS: tuple[type[Attention], ...] = (CpuAttention, GpuAttention, SdpaAttention)
 """Fastest first; the last one serves every cache."""
 
 

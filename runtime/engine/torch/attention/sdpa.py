@@ -66,7 +66,7 @@ class SdpaAttention(Attention):
         return True
 
     def plan(self, singles: Sequence[Single], parts: Sequence[Part], window: int | None) -> Plan:
-        chunks = tuple(_chunk(self.cache, part, window) for part in parts)
+        chunks = tuple(chunk_of(self.cache, part, window) for part in parts)
         return Plan(_decodes(self.cache, singles, window), chunks)
 
     def attend(
@@ -92,7 +92,7 @@ class SdpaAttention(Attention):
                 held = key[first:end], value[first:end]
             else:
                 held = self._held(layer, chunk.slots)
-            output[first:end] = _attend_chunk(query[first:end], *held, chunk.mask, scoring)
+            output[first:end] = attend_chunk(query[first:end], *held, chunk.mask, scoring)
         return output.flatten(1)
 
     def _held(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,10 +122,11 @@ def _attend_decodes(
     return answer.reshape(count, heads, head_dim)
 
 
-def _attend_chunk(
+def attend_chunk(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
-    """query [n, heads, head_dim], keys and values [context, kv_heads, head_dim] -> [n, heads, head_dim]."""
+    """Attention of a chunk: query [n, heads, head_dim], keys and values [context, kv_heads, head_dim] ->
+    [n, heads, head_dim]."""
     length, heads, head_dim = query.shape
     context, kv_heads, _ = keys.shape
     group = heads // kv_heads
@@ -175,7 +176,8 @@ def _group(cache: PagedCache, group: list[Single], window: int | None) -> Decode
     return Decodes(rows, torch.from_numpy(slots.reshape(-1)).to(device), longest, mask)
 
 
-def _chunk(cache: PagedCache, part: Part, window: int | None) -> Chunk:
+def chunk_of(cache: PagedCache, part: Part, window: int | None) -> Chunk:
+    """The plan of a chunk."""
     first, length, offset, table = part
     device, end = cache.shape.device, offset + length
     start = max(0, offset + 1 - (window or end))

@@ -46,6 +46,8 @@ class DecoderStage(ABC):
     prefixes: ClassVar[tuple[str, ...]]
     windows: Sequence[int | None] = ()
     """The tokens that each layer of the model attends to, None for all; empty: all layers to all."""
+    replays: ClassVar[bool] = True
+    """Whether a step of single tokens launches the same kernels whatever the tokens are."""
     own_formats: ClassVar[tuple[str, ...]] = ()
     """The methods of quantisation (quant_method) of a family that has its own, and no others."""
 

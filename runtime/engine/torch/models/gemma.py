@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from runtime import native
 from runtime.engine.torch.attention.base import Batch, Scoring
 from runtime.engine.torch.loader import CheckpointConfig
 from runtime.engine.torch.models.base import ModelSpec
@@ -79,8 +78,8 @@ class Gemma2Stage(LlamaStage):
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The product with the weight is rounded, not its factors."""
-        if self._native and weight.dim() == 1:
-            return native.rms_norm(x, weight, self._eps)
+        if self._kernels is not None and weight.dim() <= self._kernels.norm_dims:
+            return self._kernels.rms_norm(x, weight, self._eps)
         return F.rms_norm(x.float(), x.shape[-1:], None, self._eps).mul_(weight).to(x.dtype)
 
 

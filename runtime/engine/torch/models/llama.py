@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from runtime import native
 from runtime.engine.torch.attention.base import Batch, Scoring
+from runtime.engine.torch.compiled import compiled_kernels
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import CheckpointConfig, Cut
 from runtime.engine.torch.models.base import DecoderStage, ModelSpec
@@ -52,7 +52,7 @@ class LlamaStage(DecoderStage):
             tied=bool(config.get("tie_word_embeddings", self.default_tied)),
         )
         self.windows = self._parse_windows(config, spec.layers)
-        self._native = native.serves(self.dtype, self.device)
+        self._kernels = compiled_kernels(self.dtype, self.device)
         return spec
 
     # -- what families vary
@@ -79,8 +79,8 @@ class LlamaStage(DecoderStage):
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """From gates and ups, [tokens, 2 x width], to [tokens, width]."""
-        if self._native:
-            return native.gate(gate_up)
+        if self._kernels is not None:
+            return self._kernels.gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -166,6 +166,6 @@ class LlamaStage(DecoderStage):
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Scale the last dimension to a root mean square of one, round, then multiply by the weight, in this
         order, as in training."""
-        if self._native and weight.dim() == 1:
-            return native.rms_norm(x, weight, self._eps)
+        if self._kernels is not None and weight.dim() <= self._kernels.norm_dims:
+            return self._kernels.rms_norm(x, weight, self._eps)
         return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)

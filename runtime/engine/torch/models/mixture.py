@@ -27,6 +27,7 @@ class MixtureStage(LlamaStage):
     """
 
     expert_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    replays = False  # Which experts have rows, and how many, is known on the host.
     _renormalises = True
 
     def _parse(self) -> ModelSpec:

@@ -1,0 +1,46 @@
+"""Which kernels of our own compute what surrounds the products of a layer: compiled for CPUs, or for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from runtime import native
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Steps of a layer in one call each.
+
+    Attributes
+    ----------
+    rms_norm : of x [..., width], a weight and an epsilon: scaled to a root mean square of one, rounded, then
+        multiplied by the weight
+    norm_dims : most dimensions of that weight
+    gate : SiLU of the first half of each row [n, 2 x width], times the second half
+    """
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    norm_dims: int
+    gate: Callable[[torch.Tensor], torch.Tensor]
+
+
+def compiled_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The kernels for a type on a device; None: torch's operators compute."""
+    if native.serves(dtype, device):
+        return Kernels(native.rms_norm, 1, native.gate)
+    if device.type == "cuda" and has_triton():
+        from runtime.engine.torch.gpu import kernels
+
+        return Kernels(kernels.rms_norm, 2, kernels.gate)
+    return None
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed, as it is beside a torch for CUDA."""
+    return find_spec("triton") is not None
