@@ -44,6 +44,8 @@ class EngineOptions:
     kv_transport : how workers send KV caches to each other; "auto": the fastest that both support
     emulate_links : move KV caches no faster than the placement's links would
     kv_scale : the emulated engine moves one byte of KV cache in kv_scale
+    cuda_devices : serve on the first so many CUDA devices of this machine, several GPUs of the placement on
+        each if it has more; None: each GPU is a device
     measure_heads : dispatch KV heads to attention workers by measured times, instead of the cost model's
     """
 
@@ -56,6 +58,7 @@ class EngineOptions:
     emulate_links: bool = False
     kv_scale: float = KV_SCALE
     measure_heads: bool = False
+    cuda_devices: int | None = None
 
 
 @dataclass(frozen=True)

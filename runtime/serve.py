@@ -114,7 +114,11 @@ def serve(
     if isinstance(launcher, Launcher):
         starter = launcher
     else:
-        starter = _vllm_launcher(launcher, options) if engine == VLLM else make_launcher(launcher, membership)
+        starter = (
+            _vllm_launcher(launcher, options)
+            if engine == VLLM
+            else make_launcher(launcher, membership, options.cuda_devices)
+        )
     if replan_after_s is not None and not starter.can_change:
         problem = f"replicas of --engine {engine} cannot be changed while they serve"
         remedy = "leave it out, or use another --engine"

@@ -1,13 +1,14 @@
 """Time how fast KV caches move between two processes of this machine, and what changing their layout costs.
 
-    python -m benchmarks.engine.kv_transfer [rates] [shapes] [overlap] [--rounds N]
+    python -m benchmarks.engine.kv_transfer [rates] [shapes] [overlap] [gpu] [--rounds N]
 
 `rates` compares each transport with moving the same bytes without a KV cache: a socket's sendall and
 recv_into, or a copy between two shared mappings. `shapes` compares replicas of different shapes with replicas
 of the same shape, moving the same total bytes. `overlap` measures how much of a transfer a prefill hides by
 sending one layer after another; its layers are matrix products on the same cores. Everything uses bfloat16, 8
 heads of 128, and blocks of 16 tokens. The sides of a comparison take turns, after one unmeasured turn each;
-figures are medians.
+figures are medians. `gpu` has both pools on one GPU, and compares with a copy from one tensor to another there;
+it runs only if asked for.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ def main() -> None:
     """Run the parts that the command line asks for."""
     parts: dict[str, Callable[[int], None]] = {"rates": rates, "shapes": shapes, "overlap": overlap}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join([*parts, "gpu"]))
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name in arguments.parts or parts:
-        parts[name](arguments.rounds)
+    chosen = arguments.parts or list(parts)
+    for name in chosen:
+        (parts | {"gpu": gpu})[name](arguments.rounds)
 
 
 def stages(name: str, shape: Sequence[tuple[int, int, int]]) -> Stages:
@@ -83,11 +85,12 @@ class Setting:
     kv_heads: int
     tokens: int
     scattered: bool = True
+    device: str = "cpu"
 
     def cache(self, replica: Stages, worker: str) -> Any:
         """A worker's pool, four times the size of the request, with all of its pages touched."""
         part = held(replica, worker, self.kv_heads)
-        shape = CacheShape(part, HEAD_DIM, DTYPE, torch.device("cpu"))
+        shape = CacheShape(part, HEAD_DIM, DTYPE, torch.device(self.device))
         cache, shared = shared_cache(shape, 4 * self.blocks, BLOCK_TOKENS)
         cache.pool.fill_(1)
         return cache, shared
@@ -294,6 +297,30 @@ def rates(rounds: int) -> None:
                 share = statistics.median(b / k for k, b in zip(taken["kv"], taken["bare"], strict=True))
                 speeds = f"{size / kv_s / 1e9:>8.2f}{size / bare_s / 1e9:>8.2f}"
                 print(f"{transport:12}{blocks:>10}{size:>10}{speeds}{share:>8.2f}")
+
+
+def gpu(rounds: int) -> None:
+    """Transports between two processes of one GPU beside a copy on it."""
+    print(f"{'transport':12}{'bytes':>12}{'ms':>9}{'GB/s':>8}{'copy':>8}")
+    one = stages("p", [(1, 0, LAYERS)]), stages("d", [(1, 0, LAYERS)])
+    for size in (512 * KB, 8 * MB, 64 * MB, 512 * MB):
+        tokens = size // (LAYERS * HEADS * HEAD_DIM * 2 * DTYPE.itemsize)
+        with Sides(Setting(*one, HEADS, tokens, device="cuda:0")) as both:
+            here = torch.empty(size, dtype=torch.uint8, device="cuda:0")
+            there = torch.empty_like(here)
+
+            def copy() -> float:
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                there.copy_(here)  # noqa: B023
+                torch.cuda.synchronize()
+                return time.perf_counter() - began
+
+            for transport in ("cuda_ipc", "tcp"):
+                taken = in_turns({"kv": both.move(transport), "copy": copy}, rounds)
+                kv_s, copy_s = (statistics.median(taken[name]) for name in ("kv", "copy"))
+                speeds = f"{size / kv_s / 1e9:>8.2f}{size / copy_s / 1e9:>8.1f}"
+                print(f"{transport:12}{size:>12}{1e3 * kv_s:>9.2f}{speeds}", flush=True)
 
 
 _ONE, _TWO, _FOUR = [(1, 0, LAYERS)], [(2, 0, LAYERS)], [(4, 0, LAYERS)]

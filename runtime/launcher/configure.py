@@ -42,10 +42,11 @@ from runtime.routing.kv_division import divided, keeps_windows_apart
 _SHORT: dict[str, WeightType] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def device_of(placement: Placement, gpu: str) -> str:
+def device_of(placement: Placement, gpu: str, cuda_devices: int | None = None) -> str:
     """The torch device of a GPU id when all nodes are on this machine: "cpu" or "cuda:N".
 
-    The GPUs of all nodes are numbered consecutively, so that two nodes on one machine never share a GPU.
+    The GPUs of all nodes are numbered consecutively, so that two nodes on one machine never share a GPU, unless
+    there are only so many `cuda_devices`, which they then take in turns.
     """
     if is_cpu(placement, gpu):
         return "cpu"
@@ -56,7 +57,8 @@ def device_of(placement: Placement, gpu: str) -> str:
             break
         if not is_cpu(placement, f"{node.name}/0"):
             before += accelerators_of(placement, node.name)[1]
-    return f"cuda:{before + index}"
+    number = before + index
+    return f"cuda:{number if cuda_devices is None else number % cuda_devices}"
 
 
 def workers_of(placement: Placement) -> list[str]:
@@ -250,7 +252,7 @@ def configurations(
             role=replica.role,
             stages=stage_shapes(replica),
             checkpoint=str(checkpoint),
-            device=device_of(placement, gpu),
+            device=device_of(placement, gpu, options.cuda_devices),
             dtype=dtype,
             kv_budget_tokens=budgets[replica.id],
             block_tokens=block,
@@ -283,7 +285,7 @@ def configurations(
             configured[placement.replica(worker.replica).gpus[0]],
             worker=worker.gpu,
             role=ATTENTION,
-            device=device_of(placement, worker.gpu),
+            device=device_of(placement, worker.gpu, options.cuda_devices),
             threads=len(cores.get(worker.gpu, (0,))),
             cores=cores.get(worker.gpu, ()),
         )

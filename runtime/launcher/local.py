@@ -15,10 +15,16 @@ from runtime.protocol.to_workers import Configure, Shutdown
 
 
 class LocalLauncher(WorkersLauncher):
-    """Starts workers as processes of this machine, each connected by a socket pair."""
+    """Starts workers as processes of this machine, each connected by a socket pair.
 
-    def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
+    Parameters
+    ----------
+    cuda_devices : see EngineOptions
+    """
+
+    def __init__(self, start_timeout_s: float = START_TIMEOUT_S, cuda_devices: int | None = None) -> None:
         super().__init__(start_timeout_s)
+        self._cuda_devices = cuda_devices
         self._processes = WorkerProcesses()
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
@@ -31,7 +37,7 @@ class LocalLauncher(WorkersLauncher):
                     "remove the addresses to serve on this machine",
                 )
         if not emulated:
-            _check_cuda(placement, source)
+            _check_cuda(placement, source, self._cuda_devices)
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
@@ -70,11 +76,23 @@ def _is_this_machine(address: str) -> bool:
     return address in ("localhost", "::1", socket.gethostname()) or address.startswith("127.")
 
 
-def _check_cuda(placement: Placement, source: str) -> None:
+def _check_sharing(placement: Placement, source: str, devices: Mapping[str, str]) -> None:
+    """Refuse workers of one replica on the same GPU, which exchange tensors from GPU to GPU."""
+    for replica in placement.replicas:
+        used = [devices[gpu] for gpu in replica.gpus if devices[gpu] != "cpu"]
+        if len(set(used)) < len(used):
+            problem = f"{len(used)} GPUs would be {len(set(used))} CUDA devices"
+            remedy = "give --cuda-devices more, or search a placement whose replicas have as many GPUs"
+            raise InputError(source, f"replicas.{replica.id}", problem, remedy)
+
+
+def _check_cuda(placement: Placement, source: str, cuda_devices: int | None) -> None:
     """Check that every GPU of the placement is present; imports torch only if the placement uses GPUs."""
-    needed = {gpu: device for gpu in workers_of(placement) if (device := device_of(placement, gpu)) != "cpu"}
+    devices = {gpu: device_of(placement, gpu, cuda_devices) for gpu in workers_of(placement)}
+    needed = {gpu: device for gpu, device in devices.items() if device != "cpu"}
     if not needed:
         return
+    _check_sharing(placement, source, devices)
     import torch
 
     present = torch.cuda.device_count()
@@ -84,5 +102,6 @@ def _check_cuda(placement: Placement, source: str) -> None:
                 source,
                 gpu,
                 f"needs {device}, but torch sees {present} CUDA devices here",
-                "launch on a machine with these GPUs, or search a placement for the GPUs of this one",
+                "launch on a machine with these GPUs, search a placement for the GPUs of this one, or let several "
+                "workers share a GPU (--cuda-devices)",
             )

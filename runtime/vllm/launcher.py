@@ -36,7 +36,7 @@ ASK_EVERY_S = 0.5
 COMMAND = "vllm"
 HERE = "127.0.0.1"
 PORT_ATTEMPTS = 100
-TORCH_ONLY = ("chunk_tokens", "kv_transport", "emulate_links")
+TORCH_ONLY = ("chunk_tokens", "kv_transport", "emulate_links", "cuda_devices")
 
 
 class VllmLauncher(Launcher):

@@ -96,7 +96,12 @@ class TorchEngine(RangeEngine):
         if limited is None:
             self._check_room([(self._shape, blocks)])
             self.cache, self.shared = self._pool(self._shape, blocks)
-            self._runner = RangeRunner(self._stage, self.cache, most=self._config.max_batch)
+            self._runner = RangeRunner(
+                self._stage,
+                self.cache,
+                most=self._config.max_batch,
+                most_tokens=max(self._config.max_prefill_tokens, self._config.max_mixed_tokens),
+            )
             return
         self._check_windows(limited)
         others = [layer for layer in range(self._stage.spec.layers) if layer not in limited.layers]

@@ -21,7 +21,7 @@ from runtime.protocol.between_workers import SequenceStep, Step, StepResult
 from runtime.protocol.message import TokenLogprobs
 
 if TYPE_CHECKING:
-    from runtime.engine.torch.gpu.graphs import DecodeGraphs
+    from runtime.engine.torch.gpu.graphs import StepGraphs
 
 
 class StageRunner:
@@ -32,7 +32,7 @@ class StageRunner:
     heads : where KV heads are, in a replica with attention workers; None: all are in the cache
     windowed : the cache of layers with a window, and the place of each layer of the model (see
         WindowedAttention); None: all layers are in the one cache
-    most : sequences in a step
+    most, most_tokens : sequences and tokens of prompts in a step
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class StageRunner:
         heads: Heads | None = None,
         windowed: tuple[PagedCache, Callable[[int], tuple[bool, int]]] | None = None,
         most: int = 0,
+        most_tokens: int = 0,
     ) -> None:
         self._stage, self._attention, self._heads = stage, make_attention(cache), heads
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if stage.device.type == "cuda" and most and heads is None and windowed is None and has_triton():
-            from runtime.engine.torch.gpu.graphs import DecodeGraphs
+            from runtime.engine.torch.gpu.graphs import StepGraphs
 
-            self._graphs = DecodeGraphs.made(stage, self._attention, most)
+            self._graphs = StepGraphs.made(stage, self._attention, most, most_tokens)
         self._windowed = (make_attention(windowed[0]), windowed[1]) if windowed else None
         self._sampler = Sampler() if stage.collectives.rank.samples else None
         self._faults = Faults()
@@ -97,11 +98,13 @@ class StageRunner:
         if not collectives.rank.is_first:
             count = sum(len(each.tokens) for each in sequences)
             hidden = collectives.receive((count, stage.spec.hidden), stage.dtype)
-        if self._graphs is not None and on_layer is None and self._graphs.takes(sequences):
+        if self._graphs is not None and self._graphs.takes(sequences):
             found = self._graphs.run(sequences, tables, hidden)
+            if on_layer is not None:
+                for layer in range(stage.part.first_layer, stage.part.end_layer):
+                    on_layer(layer)
             if collectives.rank.is_last:
-                chosen = [row for row, each in enumerate(sequences) if each.samples]
-                return self._result(step, lambda: found if len(chosen) == len(found) else found[chosen])
+                return self._result(step, lambda: found)
             hidden = found
         else:
             batch = self._batch(sequences, tables, windowed_tables)

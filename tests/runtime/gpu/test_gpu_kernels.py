@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ if find_spec("triton") is None:
     pytest.skip("the package triton is missing", allow_module_level=True)
 ON_GPU = torch.cuda.is_available()
 
+from runtime.engine.torch.attention.base import Part  # noqa: E402
+from runtime.engine.torch.attention.gpu import tiles_of  # noqa: E402
 from runtime.engine.torch.gpu import kernels  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -117,3 +120,67 @@ def test_gates(width, dtype):
     expected = torch.nn.functional.silu(gate) * up
     close = {"atol": DTYPES[dtype], "rtol": DTYPES[dtype]}
     torch.testing.assert_close(kernels.gate(gate_up).double(), expected, **close)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SIZES)
+def test_chunks_attend_to_what_came_before(heads, kv_heads, dim, dtype, scoring):
+    """Chunks that begin a prompt or go on, in tiles of a batch, some of which are empty."""
+    torch.manual_seed(heads)
+    how = dict(SCORINGS[scoring])
+    if "sinks" in how:
+        how["sinks"] = torch.linspace(-3, 3, heads, device=DEVICE)
+    pool = torch.full((2, 96 * BLOCK, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE)
+    order = torch.randperm(96)
+    chunks = [(0, 5, 0), (5, 21, 60), (26, 1, 9), (27, 33, 0)]
+    """First row, length, position."""
+    tables = torch.zeros((len(chunks), 40), dtype=torch.int32)
+    places, parts = list[torch.Tensor](), list[Part]()
+    for line, (first, length, offset) in zip(tables, chunks, strict=True):
+        context = offset + length
+        count = -(-context // BLOCK)
+        blocks, order = order[:count], order[count:]
+        line[:count] = blocks
+        parts.append(Part(first, length, offset, blocks.tolist()))
+        places.append((blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:context].to(DEVICE))
+        for side in pool:
+            side[places[-1]] = torch.randn((context, kv_heads, dim), device=DEVICE).to(dtype)
+    tiles = torch.from_numpy(np.concatenate([tiles_of(parts, 16), np.zeros((3, 4), np.int32)])).to(DEVICE)
+    query = torch.randn((61, heads, dim), device=DEVICE).to(dtype)
+    output = torch.full_like(query, 7.0)
+    kernels.attend_tiles(
+        query, pool[0], pool[1], tiles, tables.to(DEVICE), BLOCK, output, tile_tokens=16, **how
+    )
+    assert (output[60] == 7).all()
+    for (first, length, offset), slots in zip(chunks, places, strict=True):
+        for token in range(length):
+            seen = slots[: offset + token + 1][-how.get("window", len(slots)) :]
+            key, value = (side[seen].double().repeat_interleave(heads // kv_heads, 1) for side in pool)
+            scores = torch.einsum("hd,thd->ht", query[first + token].double(), key)
+            scores *= how.get("scale", dim**-0.5)
+            if "cap" in how:
+                scores = how["cap"] * (scores / how["cap"]).tanh()
+            if "sinks" in how:
+                scores = torch.cat([scores, how["sinks"].double()[:, None]], 1)
+            weights = scores.softmax(1)[:, : len(seen)]
+            expected = torch.einsum("ht,thd->hd", weights, value)
+            off = (output[first + token].double() - expected).abs().max() / expected.abs().max()
+            assert off < DTYPES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_without_a_slot_go_nowhere(dtype):
+    """With and without turning."""
+    torch.manual_seed(4)
+    heads = torch.randn((3, 6, 24), device=DEVICE).to(dtype)
+    slots = torch.tensor([4, -1, 0], device=DEVICE)
+    pool = torch.full((2, 6, 2, 24), 9.0, dtype=dtype, device=DEVICE)
+    kernels.store(heads[:, 2:4], slots, pool[0])
+    kept = pool.clone()
+    kept[0][slots[[0, 2]]] = heads[[0, 2], 2:4]
+    assert torch.equal(pool, kept)
+    angles = torch.zeros((3, 12), dtype=dtype, device=DEVICE)
+    kernels.turn_and_store(heads, angles.cos(), angles.sin(), slots, pool[0], pool[1])
+    kept[0][slots[[0, 2]]], kept[1][slots[[0, 2]]] = heads[[0, 2], 2:4], heads[[0, 2], 4:]
+    assert torch.equal(pool, kept)

@@ -1,5 +1,4 @@
-"""Attention on GPUs: single tokens by our own kernel, which reads the cache in place; chunks of prompts by torch's
-operator."""
+"""Attention on GPUs: our own kernels, which read the cache in place, and torch's operator for whole prompts."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from runtime.engine.torch.attention import sdpa
-from runtime.engine.torch.attention.base import PLAIN, Batch, Part, Scoring, Single
+from runtime.engine.torch.attention.base import PLAIN, Attention, Batch, Part, Scoring, Single
 from runtime.engine.torch.compiled import has_triton
 from runtime.kv_cache.pool import CacheShape
 
@@ -23,6 +21,10 @@ if TYPE_CHECKING:
 
 WIDEST_HEAD = 256
 """Beyond it, a program's part of keys and values does not fit into a multiprocessor."""
+TILE_TOKENS = 64
+"""Of a chunk that a program attends for."""
+SHORT = 256
+"""Chunks of fewer tokens than this leave torch's operator little to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Decodes:
     ----------
     rows : their rows of the batch, [n]
     tables : their blocks, [n, most]
-    contexts : tokens up to and including their last one, [n]
+    contexts : tokens up to and including their last one, [n]; 0: none
     splits : into how many parts each context is divided
     """
 
@@ -44,34 +46,59 @@ class Decodes:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of prompts.
+
+    Attributes
+    ----------
+    tiles, tables : see `kernels.attend_tiles`
+    parts : the chunks, and where each one's context is in the cache, None where it begins the prompt; empty: only
+        the device knows
+    """
+
+    tiles: torch.Tensor
+    tables: torch.Tensor
+    parts: tuple[tuple[Part, torch.Tensor | None], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Which rows attend to what, for all layers that have the same window: single tokens, and chunks of prompts,
-    each with its plan."""
+    """What all layers of a step share."""
 
     decodes: Decodes | None
-    chunks: tuple[tuple[Part, sdpa.Chunk], ...]
+    chunks: Chunks | None
 
 
-class GpuAttention(sdpa.SdpaAttention):
-    """By Triton and torch's operators."""
+class GpuAttention(Attention):
+    """By Triton and torch's operator."""
 
     @classmethod
     def serves(cls, shape: CacheShape) -> bool:
-        """The kernel reads keys and values in the type that a step computes in."""
+        """The kernels read keys and values in the type that a step computes in."""
         is_plain = not shape.format.is_packed and shape.sides == 2 and shape.head_dim <= WIDEST_HEAD
         return shape.device.type == "cuda" and is_plain and has_triton()
 
-    def plan(self, singles: Sequence[Single], parts: Sequence[Part], window: int | None) -> Plan:  # type: ignore[override]
-        decodes = self.decodes(singles) if singles else None
-        return Plan(decodes, tuple((part, self._chunk(part, window)) for part in parts))
+    def plan(self, singles: Sequence[Single], parts: Sequence[Part], window: int | None) -> Plan:
+        return Plan(self._decodes(singles) if singles else None, self._chunks(parts) if parts else None)
 
-    def decodes(self, singles: Sequence[Single]) -> Decodes:
-        """The plan of single tokens, whatever the window."""
+    def _decodes(self, singles: Sequence[Single]) -> Decodes:
         device = self.cache.shape.device
         rows, contexts, tables = zip(*singles, strict=True)
         numbers = torch.from_numpy(np.array([rows, contexts])).to(device)
         blocks = torch.from_numpy(padded(tables, max(map(len, tables)))).to(device)
         return Decodes(numbers[0], blocks, numbers[1], self.splits(len(singles)))
+
+    def _chunks(self, parts: Sequence[Part]) -> Chunks:
+        device, tables = self.cache.shape.device, [part.table for part in parts]
+        blocks = torch.from_numpy(padded(tables, max(map(len, tables)))).to(device)
+        tiles = torch.from_numpy(tiles_of(parts, TILE_TOKENS)).to(device)
+        return Chunks(tiles, blocks, tuple((part, self._slots(part)) for part in parts))
+
+    def _slots(self, part: Part) -> torch.Tensor | None:
+        if not part.offset:
+            return None
+        slots = self.cache.slots(part.table, 0, part.offset + part.length)
+        return torch.from_numpy(slots).to(self.cache.shape.device)
 
     def splits(self, sequences: int) -> int:
         """Into how many parts the context of each of so many sequences is divided."""
@@ -84,6 +111,11 @@ class GpuAttention(sdpa.SdpaAttention):
 
         cached = self.cache.keys_values(layer)
         kernels.turn_and_store(heads, rotary.cosines, rotary.sines, batch.slots, *cached)
+
+    def _store(self, heads: torch.Tensor, cached: torch.Tensor, batch: Batch) -> None:
+        from runtime.engine.torch.gpu import kernels
+
+        kernels.store(heads, batch.slots, cached)
 
     def attend(
         self,
@@ -98,63 +130,61 @@ class GpuAttention(sdpa.SdpaAttention):
 
         plan: Plan = batch.plan(self, scoring.window)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if plan.decodes is not None:
-            one = plan.decodes
+        keys, values = self.cache.keys_values(layer)
+        block_tokens = self.cache.block_tokens
+        if (one := plan.decodes) is not None:
             kernels.attend_paged(
-                query,
-                *self.cache.keys_values(layer),
-                one.rows,
-                one.tables,
-                one.contexts,
-                self.cache.block_tokens,
-                output,
+                *(query, keys, values, one.rows, one.tables, one.contexts, block_tokens, output),
                 splits=one.splits,
                 window=scoring.window,
                 scale=scoring.scale,
                 cap=scoring.cap,
                 sinks=scoring.sinks,
             )
-        for part, chunk in plan.chunks:
-            rows = slice(part.first, part.first + part.length)
-            output[rows] = self._attend_part(query[rows], key[rows], value[rows], layer, part, chunk, scoring)
+        if (some := plan.chunks) is None:
+            return output.flatten(1)
+        if some.parts and all(suits_torch(part, scoring) for part, _ in some.parts):
+            for part, slots in some.parts:
+                rows = slice(part.first, part.first + part.length)
+                if slots is None:
+                    held = key[rows], value[rows]
+                else:
+                    held = keys.index_select(0, slots), values.index_select(0, slots)
+                output[rows] = attend_chunk(query[rows], *held, scoring.scale)
+        else:
+            kernels.attend_tiles(
+                *(query, keys, values, some.tiles, some.tables, block_tokens, output),
+                tile_tokens=TILE_TOKENS,
+                window=scoring.window,
+                scale=scoring.scale,
+                cap=scoring.cap,
+                sinks=scoring.sinks,
+            )
         return output.flatten(1)
 
-    def _chunk(self, part: Part, window: int | None) -> sdpa.Chunk:
-        """The plan of a chunk, without a mask if it sees all that came before it."""
-        reaches = part.offset + part.length
-        if part.offset == 0 or (window is not None and window < reaches):
-            return sdpa.chunk_of(self.cache, part, window)
-        slots = torch.from_numpy(self.cache.slots(part.table, 0, reaches)).to(self.cache.shape.device)
-        return sdpa.Chunk(part.first, part.first + part.length, slots, None)
 
-    def _attend_part(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        part: Part,
-        chunk: sdpa.Chunk,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        if chunk.slots is not None:
-            key, value = self._held(layer, chunk.slots)
-        plain = scoring.cap is None and scoring.sinks is None
-        if chunk.mask is None and part.offset and not plain:
-            chunk = sdpa.chunk_of(self.cache, part, None)
-        if chunk.mask is not None or part.offset == 0:
-            return sdpa.attend_chunk(query, key, value, chunk.mask, scoring)
-        # Later chunks see all that came before: torch's fastest operators know this shape of mask.
-        length, heads, _ = query.shape
-        group, bias = heads // key.shape[1], causal_lower_right(length, len(key))
-        answer = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None].repeat_interleave(group, 1),
-            value.transpose(0, 1)[None].repeat_interleave(group, 1),
-            attn_mask=bias,
-            scale=scoring.scale,
-        )
-        return answer[0].transpose(0, 1)
+def suits_torch(part: Part, scoring: Scoring) -> bool:
+    """Whether torch's operator computes a chunk's attention, and fast: it knows no caps, sinks or windows."""
+    reach = part.offset + part.length
+    plain = scoring.cap is None and scoring.sinks is None
+    return plain and part.length >= SHORT and (scoring.window is None or scoring.window >= reach)
+
+
+def attend_chunk(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """The last tokens of a context attend to what came before each, by torch's operator: query
+    [n, heads, head_dim], keys and values [context, kv_heads, head_dim] -> [n, heads, head_dim]."""
+    length, context, group = len(query), len(keys), query.shape[1] // keys.shape[1]
+    whole = length == context
+    answer = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        *(side.transpose(0, 1)[None].repeat_interleave(group, 1) for side in (keys, values)),
+        attn_mask=None if whole else causal_lower_right(length, context),
+        is_causal=whole,
+        scale=scale,
+    )
+    return answer[0].transpose(0, 1)
 
 
 def padded(tables: Sequence[Sequence[int]], width: int) -> np.ndarray:
@@ -164,3 +194,14 @@ def padded(tables: Sequence[Sequence[int]], width: int) -> np.ndarray:
     flat = np.fromiter(chain.from_iterable(tables), dtype=np.int32, count=int(lengths.sum()))
     blocks[np.arange(width) < lengths[:, None]] = flat
     return blocks
+
+
+def tiles_of(parts: Sequence[Part], tokens: int) -> np.ndarray:
+    """Chunks as tiles of at most so many tokens, [n, 4] int32 (see `kernels.attend_tiles`), those with the longest
+    contexts first."""
+    tiles = [
+        (part.first + at, min(tokens, part.length - at), part.offset + at, number)
+        for number, part in enumerate(parts)
+        for at in range(0, part.length, tokens)
+    ]
+    return np.array(sorted(tiles, key=lambda tile: -tile[2]), dtype=np.int32)

@@ -1,7 +1,8 @@
-"""Decode steps as CUDA graphs: all launches of a step at once, so that the GPU does not wait for the host.
+"""Steps as CUDA graphs: all launches of a step at once, so that the GPU does not wait for the host.
 
-A graph has a fixed number of sequences. A step with fewer repeats its first sequence, which writes the same to the
-same places again.
+A graph has a fixed number of tokens, and numbers in fixed places on the device say what they are: decode graphs
+have one token for each sequence, mixed graphs some decodes and chunks of prompts. What a step does not need of a
+graph is stored nowhere and attends to nothing.
 """
 
 from __future__ import annotations
@@ -9,69 +10,127 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from runtime.engine.torch.attention.base import Batch
-from runtime.engine.torch.attention.gpu import Decodes, GpuAttention, Plan, padded
+from runtime.engine.torch.attention.base import Batch, Part
+from runtime.engine.torch.attention.gpu import TILE_TOKENS, Chunks, Decodes, GpuAttention, Plan, tiles_of
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.protocol.between_workers import SequenceStep
 
 log = logging.getLogger(__name__)
 
-_SMALL = (1, 2, 4, 8, 16, 24, 32)
-_STEP = 32
-_LARGEST = 256
-"""Steps of more sequences keep a GPU busy for longer than their launches take."""
+DECODES = (1, 2, 4, 8, 16, 24, 32, *range(64, 257, 32))
+"""Sequences of decode graphs. More keep a GPU busy for longer than their launches take."""
+TOKENS = (32, 64, 128, 256, 512)
+"""Tokens of mixed graphs."""
+MOST_CHUNKS = 16
+MIXED_SPLITS = 4
+"""Into how many parts contexts of decodes are divided in mixed graphs."""
 _LONGEST = 1 << 17
 """Tokens of a context beyond which tables of blocks would be too large to copy in each step."""
 
 
-class DecodeGraphs:
+class BlockTables:
+    """Block tables of a step's sequences on the device, of which only those that have changed are copied.
+
+    Attributes
+    ----------
+    device : [lines, most] int32
+    """
+
+    def __init__(self, lines: int, most: int, device: torch.device) -> None:
+        self.device = torch.zeros((lines, most), dtype=torch.int32, device=device)
+        self._here = np.zeros((lines, most), dtype=np.int32)
+        self._known: list[tuple[Sequence[int], int]] = []
+        self._width = 0
+
+    def put(self, tables: Sequence[Sequence[int]]) -> None:
+        """Have these in the first lines. A table only grows; one that begins anew is another object."""
+        known, changed = self._known, False
+        for line, table in enumerate(tables):
+            count = len(table)
+            if line < len(known):
+                before, there = known[line]
+                if before is table and there == count:
+                    continue
+                first = there if before is table else 0
+                known[line] = table, count
+            else:
+                first = 0
+                known.append((table, count))
+            self._here[line, first:count] = table[first:]
+            self._width, changed = max(self._width, count), True
+        if changed:
+            some = np.ascontiguousarray(self._here[: len(tables), : self._width])
+            self.device[: len(tables), : self._width].copy_(torch.from_numpy(some))
+
+
+class _Graph(NamedTuple):
+    """A graph, the step that it was captured from, and its output: activations of all rows, or, for decodes in the
+    last stage, logits."""
+
+    replayed: torch.cuda.CUDAGraph
+    batch: Batch
+    output: torch.Tensor
+
+
+class StepGraphs:
     """The graphs of a stage over one cache.
 
     Parameters
     ----------
     most : sequences in a step
+    tokens : most tokens of prompts in a step
     """
 
-    def __init__(self, stage: DecoderStage, attention: GpuAttention, most: int) -> None:
+    def __init__(self, stage: DecoderStage, attention: GpuAttention, most: int, tokens: int) -> None:
         self._stage, self._attention = stage, attention
-        cache, device = attention.cache, stage.device
-        most = min(most, _LARGEST)
-        limit = stage.spec.position_limit or _LONGEST
-        blocks = min(cache.blocks, -(-min(limit, _LONGEST) // cache.block_tokens))
-        self._longest = blocks * cache.block_tokens
-        self._sizes = [size for size in (*_SMALL, *range(2 * _STEP, _LARGEST + 1, _STEP)) if size < most] + [
-            most
-        ]
-        self._numbers = torch.zeros((4, most), dtype=torch.int64, device=device)
-        self._tables = torch.zeros((most, blocks), dtype=torch.int32, device=device)
-        self._rows = torch.arange(most, device=device)
+        self._cache, device = attention.cache, stage.device
+        self._most = min(most, DECODES[-1])
+        limit = min(stage.spec.position_limit or _LONGEST, _LONGEST)
+        blocks = min(self._cache.blocks, -(-limit // self._cache.block_tokens))
+        self._longest = blocks * self._cache.block_tokens
+        self._decodes = [size for size in DECODES if size < self._most] + [self._most]
+        largest = min(tokens + self._most, TOKENS[-1])
+        self._mixed = [size for size in TOKENS if size < 2 * largest and tokens > 1]
+        rows = max(self._most, *self._mixed, 1)
+        self._numbers = torch.zeros((3, rows), dtype=torch.int64, device=device)
+        self._decoding = torch.zeros((2, self._most), dtype=torch.int64, device=device)
+        self._tiles = torch.zeros((rows // TILE_TOKENS + MOST_CHUNKS, 4), dtype=torch.int32, device=device)
+        self._rows = torch.arange(rows, device=device)
+        self._tables = BlockTables(self._most, blocks, device)
+        self._chunk_tables = BlockTables(MOST_CHUNKS, blocks, device)
         self._entering = None
         if not stage.rank.is_first:
-            self._entering = torch.zeros((most, stage.spec.hidden), dtype=stage.dtype, device=device)
-        self._graphs = dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]]()
+            self._entering = torch.zeros((rows, stage.spec.hidden), dtype=stage.dtype, device=device)
+        self._graphs = dict[tuple[str, int], _Graph]()
 
     @classmethod
-    def made(cls, stage: DecoderStage, attention: object, most: int) -> DecodeGraphs | None:
-        """Those of a stage whose decode steps can be replayed; None: they can't."""
+    def made(cls, stage: DecoderStage, attention: object, most: int, tokens: int) -> StepGraphs | None:
+        """Those of a stage whose steps can be replayed; None: they can't."""
         if not isinstance(attention, GpuAttention) or not stage.replays or stage.rank.tp > 1:
             return None
-        graphs = cls(stage, attention, most)
+        graphs = cls(stage, attention, most, tokens)
         try:
             graphs._capture_all()
         except RuntimeError as error:
-            log.warning("decode steps are launched kernel by kernel: %s", error)
+            log.warning("steps are launched kernel by kernel: %s", error)
             return None
         return graphs
 
     def takes(self, sequences: Sequence[SequenceStep]) -> bool:
         """Whether a step of these sequences can be replayed."""
-        return len(sequences) <= self._sizes[-1] and all(
-            len(each.tokens) == 1 and each.position < self._longest for each in sequences
-        )
+        if any(each.position + len(each.tokens) > self._longest for each in sequences):
+            return False
+        chunks = sum(len(each.tokens) > 1 for each in sequences)
+        if len(sequences) - chunks > self._most or chunks > MOST_CHUNKS:
+            return False
+        tokens = sum(len(each.tokens) for each in sequences)
+        return not chunks or tokens <= max(self._mixed, default=0)
 
     def run(
         self,
@@ -79,51 +138,91 @@ class DecodeGraphs:
         tables: Mapping[str, Sequence[int]],
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The logits of a step, [sequences, vocab], valid until the next one; before the last stage, activations,
-        [sequences, hidden]."""
-        count = len(sequences)
-        size = next(each for each in self._sizes if each >= count)
-        block_tokens = self._attention.cache.block_tokens
-        positions = np.fromiter((each.position for each in sequences), dtype=np.int64, count=count)
-        blocks = [tables[each.request_id][: each.position // block_tokens + 1] for each in sequences]
-        last = np.fromiter((each[-1] for each in blocks), dtype=np.int64, count=count)
-        numbers = np.empty((4, size), dtype=np.int64)
-        numbers[0, :count] = [each.tokens[0] for each in sequences]
-        numbers[1, :count] = positions
-        numbers[2, :count] = last * block_tokens + positions % block_tokens
-        numbers[3, :count] = positions + 1
-        numbers[:, count:] = numbers[:, :1]
-        width = max(map(len, blocks))
-        table = np.empty((size, width), dtype=np.int32)
-        table[:count] = padded(blocks, width)
-        table[count:] = table[:1]
-        self._numbers[:, :size].copy_(torch.from_numpy(numbers))
-        self._tables[:size, :width].copy_(torch.from_numpy(table))
+        """Run a step.
+
+        Returns
+        -------
+        the activations of a step, [tokens, hidden]; in the last stage, the logits of the sequences that sample,
+        valid until the next step
+        """
+        stage = self._stage
+        count = sum(len(each.tokens) for each in sequences)
+        is_mixed = count > len(sequences)
+        kind, sizes = ("mixed", self._mixed) if is_mixed else ("decode", self._decodes)
+        size = next(each for each in sizes if each >= count)
+        self._put_numbers(sequences, tables, size)
         if self._entering is not None and hidden is not None:
             self._entering[:count].copy_(hidden)
-            self._entering[count:size].copy_(hidden[:1].expand(size - count, -1))
-        graph, output = self._graphs[size]
-        graph.replay()
-        # Activations are still being sent when the next step begins.
-        return output[:count] if self._stage.rank.is_last else output[:count].clone()
+        graph = self._graphs[kind, size]
+        graph.replayed.replay()
+        if not stage.rank.is_last:
+            return graph.output[:count].clone()  # It is still being sent when the next step begins.
+        samples = np.array([each.samples for each in sequences], dtype=bool)
+        if not is_mixed and samples.all():
+            return graph.output[:count]
+        ends = np.cumsum([len(each.tokens) for each in sequences]) - 1
+        sampled = torch.from_numpy(ends[samples]).to(stage.device)
+        if not is_mixed:
+            return graph.output[sampled]
+        logits = stage.logits(graph.output, replace(graph.batch, sampled=sampled))
+        assert logits is not None
+        return logits
+
+    def _put_numbers(
+        self, sequences: Sequence[SequenceStep], tables: Mapping[str, Sequence[int]], size: int
+    ) -> None:
+        """Write what a step is to where a graph of so many tokens reads it."""
+        block_tokens, singles, parts, row = self._cache.block_tokens, list[int](), list[Part](), 0
+        numbers = np.zeros((3, size), dtype=np.int64)
+        numbers[2] = -1
+        decoding = np.zeros((2, self._most), dtype=np.int64)
+        decoded = list[Sequence[int]]()
+        for each in sequences:
+            table, length = tables[each.request_id], len(each.tokens)
+            if length == 1:
+                position = each.position
+                numbers[0, row], numbers[1, row] = each.tokens[0], position
+                block = table[position // block_tokens]
+                numbers[2, row] = block * block_tokens + position % block_tokens
+                decoding[0, len(singles)], decoding[1, len(singles)] = row, position + 1
+                singles.append(row)
+                decoded.append(table)
+            else:
+                rows, end = slice(row, row + length), each.position + length
+                numbers[0, rows] = each.tokens
+                numbers[1, rows] = np.arange(each.position, end)
+                numbers[2, rows] = self._cache.slots(table, each.position, end)
+                parts.append(Part(row, length, each.position, table))
+            row += length
+        self._numbers[:, :size].copy_(torch.from_numpy(numbers))
+        self._decoding.copy_(torch.from_numpy(decoding))
+        self._tables.put(decoded)
+        if len(sequences) > len(singles):
+            tiles = np.zeros((len(self._tiles), 4), dtype=np.int32)
+            needed = tiles_of(parts, TILE_TOKENS)
+            tiles[: len(needed)] = needed
+            self._tiles.copy_(torch.from_numpy(tiles))
+            self._chunk_tables.put([part.table for part in parts])
 
     def _capture_all(self) -> None:
         """Capture the largest first, whose memory the others share."""
         began, pool = time.monotonic(), torch.cuda.graph_pool_handle()
-        self._numbers[3] = 1
-        for size in reversed(self._sizes):
-            self._graphs[size] = self._capture(size, pool)
+        self._numbers[2] = -1
+        for size in reversed(self._mixed):
+            self._graphs["mixed", size] = self._capture(self._batch(size, is_mixed=True), pool, True)
+        for size in reversed(self._decodes):
+            self._graphs["decode", size] = self._capture(self._batch(size, is_mixed=False), pool, False)
         torch.cuda.synchronize(self._stage.device)
-        log.info("captured %d decode steps in %.1f s", len(self._sizes), time.monotonic() - began)
+        log.info("captured %d steps in %.1f s", len(self._graphs), time.monotonic() - began)
 
     @torch.inference_mode()
-    def _capture(self, size: int, pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        batch, stage = self._batch(size), self._stage
-        hidden = None if self._entering is None else self._entering[:size]
+    def _capture(self, batch: Batch, pool: object, is_mixed: bool) -> _Graph:
+        stage = self._stage
+        entering = None if self._entering is None else self._entering[: len(batch.tokens)]
 
         def compute() -> torch.Tensor:
-            found = stage.forward(batch, hidden, lambda layer: None)
-            logits = stage.logits(found, batch) if stage.rank.is_last else found
+            hidden = stage.forward(batch, entering, _nothing)
+            logits = stage.logits(hidden, batch) if stage.rank.is_last and not is_mixed else hidden
             assert logits is not None
             return logits
 
@@ -133,24 +232,35 @@ class DecodeGraphs:
             compute()  # compiles kernels, and has libraries take their memory
         torch.cuda.current_stream(stage.device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
             output = compute()
-        return graph, output
+        return _Graph(graph, batch, output)
 
-    def _batch(self, size: int) -> Batch:
-        """A step whose numbers are where `run` writes them."""
-        tokens, positions, slots, contexts = (line[:size] for line in self._numbers)
-        rows = self._rows[:size]
-        decodes = Decodes(rows, self._tables[:size], contexts, self._attention.splits(size))
-        plan = Plan(decodes, ())
+    def _batch(self, size: int, is_mixed: bool) -> Batch:
+        """A step whose numbers are where `_put_numbers` writes them."""
+        tokens, positions, slots = (line[:size] for line in self._numbers)
+        count = min(size, self._most)
+        rows, contexts = (line[:count] for line in self._decoding)
+        splits = self._attention.splits(count)
+        decodes = Decodes(
+            rows, self._tables.device[:count], contexts, max(splits, MIXED_SPLITS) if is_mixed else splits
+        )
+        chunks = None
+        if is_mixed:
+            tiles = self._tiles[: size // TILE_TOKENS + min(MOST_CHUNKS, size // 2)]
+            chunks = Chunks(tiles, self._chunk_tables.device)
         return Batch(
             tokens=tokens,
             positions=positions,
             slots=slots,
-            sampled=rows,
+            sampled=self._rows[:size],
             lengths=(1,) * size,
             offsets=(0,) * size,
             tables=((),) * size,
             attention=self._attention,
-            _plans=dict.fromkeys({None, *self._stage.windows}, plan),
+            _plans=dict.fromkeys({None, *self._stage.windows}, Plan(decodes, chunks)),
         )
+
+
+def _nothing(layer: int) -> None:
+    """Nobody waits for a layer."""

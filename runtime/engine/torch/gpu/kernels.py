@@ -16,8 +16,10 @@ _WAVES = 4
 _MOST_SPLITS = 64
 _TOKENS = 64
 """Tokens of the cache that a program reads at once."""
+_TOGETHER = 2
+"""Query heads of a KV head that a program takes for each token of a chunk."""
 _LEAST_ROWS = 16
-"""Of a matrix that the hardware multiplies."""
+"""And columns of a matrix that the hardware multiplies."""
 
 
 @triton.jit
@@ -92,6 +94,7 @@ def _attend_paged(
             found = found * tl.exp(best - better)[:, None]
             total = total * tl.exp(best - better) + tl.exp(sink - better)
         to = output + row * count * DIM + heads[:, None] * DIM + dims[None, :]
+        inside &= (rows < tl.where(context > 0, GROUP, 0))[:, None]
         tl.store(to, (found / total[:, None]).to(output.dtype.element_ty), mask=inside)
     else:
         line = (sequence * count + heads) * SPLITS + split
@@ -104,6 +107,7 @@ def _attend_paged(
 def _join_splits(
     parts,
     sums,
+    contexts,
     which,
     sinks,
     output,
@@ -129,7 +133,105 @@ def _join_splits(
     joined = tl.sum(each * weights[:, None], 0) / total
     row = tl.load(which + sequence)
     to = output + (row * count + head) * DIM + dims
-    tl.store(to, joined.to(output.dtype.element_ty), mask=dims < DIM)
+    written = tl.where(tl.load(contexts + sequence) > 0, DIM, 0)
+    tl.store(to, joined.to(output.dtype.element_ty), mask=dims < written)
+
+
+@triton.jit
+def _attend_tiles(
+    query,
+    keys,
+    values,
+    tiles,
+    tables,
+    sinks,
+    output,
+    query_stride,
+    slot_stride,
+    head_stride,
+    table_stride,
+    window,
+    scale,
+    cap,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1)
+    first_member = tl.program_id(2) * TOGETHER
+    row, length = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
+    position, table = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    if length > 0:
+        # A row is one query head of one token.
+        rows, dims = tl.arange(0, TILE * TOGETHER), tl.arange(0, WIDTH)
+        token, member = rows // TOGETHER, first_member + rows % TOGETHER
+        heads = head * GROUP + member
+        inside = ((token < length) & (member < GROUP))[:, None] & (dims < DIM)[None, :]
+        at = query + (row + token)[:, None] * query_stride + heads[:, None] * DIM + dims[None, :]
+        asked = tl.load(at, mask=inside, other=0.0)
+        place = position + token
+        best = tl.full([TILE * TOGETHER], float("-inf"), tl.float32)
+        total = tl.zeros([TILE * TOGETHER], tl.float32)
+        found = tl.zeros([TILE * TOGETHER, WIDTH], tl.float32)
+        end = position + length
+        for start in range(tl.maximum(position + 1 - window, 0), end, TOKENS):
+            tokens = start + tl.arange(0, TOKENS)
+            blocks = tl.load(tables + table * table_stride + tokens // BLOCK, mask=tokens < end, other=0)
+            slots = blocks.to(tl.int64) * BLOCK + tokens % BLOCK
+            places = slots[:, None] * slot_stride + head * head_stride + dims[None, :]
+            there = (tokens < end)[:, None] & (dims < DIM)[None, :]
+            key = tl.load(keys + places, mask=there, other=0.0)
+            scores = tl.dot(asked, tl.trans(key), input_precision=PRECISION) * scale
+            if CAPPED:
+                scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
+            seen = (tokens[None, :] <= place[:, None]) & (tokens[None, :] > (place - window)[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+            better = tl.maximum(best, tl.max(scores, 1))
+            shift = tl.where(better == float("-inf"), 0.0, better)  # nothing was seen yet
+            weights = tl.exp(scores - shift[:, None])
+            kept = tl.exp(best - shift)
+            total = total * kept + tl.sum(weights, 1)
+            value = tl.load(values + places, mask=there, other=0.0)
+            found = found * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+            best = better
+        if SUNK:
+            sink = tl.load(sinks + heads, mask=member < GROUP, other=0.0)
+            better = tl.maximum(best, sink)
+            found = found * tl.exp(best - better)[:, None]
+            total = total * tl.exp(best - better) + tl.exp(sink - better)
+        count = tl.num_programs(1) * GROUP
+        to = output + ((row + token) * count + heads)[:, None] * DIM + dims[None, :]
+        tl.store(to, (found / total[:, None]).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store(
+    heads,
+    slots,
+    cached,
+    token_stride,
+    slot_stride,
+    head_stride,
+    COUNT: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    token = tl.program_id(0)
+    which, dims = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
+    slot = tl.load(slots + token)
+    inside = (which < tl.where(slot < 0, 0, COUNT))[:, None] & (dims < DIM)[None, :]
+    value = tl.load(
+        heads + token * token_stride + which[:, None] * DIM + dims[None, :], mask=inside, other=0.0
+    )
+    tl.store(cached + slot * slot_stride + which[:, None] * head_stride + dims[None, :], value, mask=inside)
 
 
 @triton.jit
@@ -166,8 +268,8 @@ def _turn_and_store(
     tl.store(base + pairs[None, :], turned_low, mask=turning)
     tl.store(base + HALF + pairs[None, :], turned_high, mask=turning)
     # Keys go to the cache as they were turned, the rest of them and values as they came.
-    number = which - QUERIES
-    is_key = (number >= 0) & (number < KV)
+    number, stored = which - QUERIES, tl.where(slot < 0, 0, KV)
+    is_key = (number >= 0) & (number < stored)
     to = keys + slot * slot_stride + number[:, None] * head_stride
     turned = is_key[:, None] & (pairs < HALF)[None, :]
     tl.store(to + pairs[None, :], turned_low, mask=turned)
@@ -176,7 +278,7 @@ def _turn_and_store(
         rest = is_key[:, None] & (dims >= 2 * HALF)[None, :] & (dims < DIM)[None, :]
         tl.store(to + dims[None, :], tl.load(base + dims[None, :], mask=rest, other=0.0), mask=rest)
     number = which - QUERIES - KV
-    is_value = ((number >= 0) & (number < KV))[:, None] & (dims < DIM)[None, :]
+    is_value = ((number >= 0) & (number < stored))[:, None] & (dims < DIM)[None, :]
     value = tl.load(base + dims[None, :], mask=is_value, other=0.0)
     to = values + slot * slot_stride + number[:, None] * head_stride + dims[None, :]
     tl.store(to, value, mask=is_value)
@@ -244,14 +346,19 @@ def attend_paged(
     keys, values : [slots, kv_heads, head_dim]
     rows : of the batch, [n]
     tables : blocks of each token's request, [n, most]
-    contexts : tokens that each one attends to, itself included, [n], above 0
+    contexts : tokens that each one attends to, itself included, [n]; 0: that one is left out
     output : [total, heads, head_dim], contiguous
     splits : from `splits_for`
     window, scale, cap, sinks : as in `attention/base.py`
     """
     heads, dim, kv_heads, count = query.shape[1], query.shape[2], keys.shape[1], len(rows)
     group = heads // kv_heads
-    shared = {"DIM": dim, "WIDTH": triton.next_power_of_2(dim), "SPLITS": splits, "SUNK": sinks is not None}
+    shared = {
+        "DIM": dim,
+        "WIDTH": max(_LEAST_ROWS, triton.next_power_of_2(dim)),
+        "SPLITS": splits,
+        "SUNK": sinks is not None,
+    }
     parts = sums = output
     if splits > 1:
         parts = torch.empty((count, heads, splits, dim), dtype=torch.float32, device=query.device)
@@ -286,7 +393,84 @@ def attend_paged(
         **shared,
     )
     if splits > 1:
-        _join_splits[(count, heads)](parts, sums, rows, given, output, num_warps=4, **shared)
+        _join_splits[(count, heads)](parts, sums, contexts, rows, given, output, num_warps=4, **shared)
+
+
+def attend_tiles(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tiles: torch.Tensor,
+    tables: torch.Tensor,
+    block_tokens: int,
+    output: torch.Tensor,
+    *,
+    tile_tokens: int,
+    window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attention of chunks of prompts over the paged KV cache, which holds them already; writes their rows of the
+    output. No argument is read on the host.
+
+    Parameters
+    ----------
+    query, keys, values, output : see `attend_paged`
+    tiles : [n, 4] int32: of some tokens that follow each other, the first row, how many they are (0: none), the
+        position of the first, and the line of `tables`
+    tile_tokens : most tokens of a tile
+    tables : blocks of each request, [requests, most] int32
+    window, scale, cap, sinks : as in `attention/base.py`
+    """
+    heads, dim, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
+    group = heads // kv_heads
+    together = min(_TOGETHER, triton.next_power_of_2(group))
+    _attend_tiles[(len(tiles), kv_heads, triton.cdiv(group, together))](
+        query,
+        keys,
+        values,
+        tiles,
+        tables,
+        output if sinks is None else sinks,
+        output,
+        query.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        tables.stride(0),
+        window or 1 << 30,
+        dim**-0.5 if scale is None else scale,
+        cap or 1.0,
+        BLOCK=block_tokens,
+        GROUP=group,
+        TOGETHER=together,
+        DIM=dim,
+        WIDTH=max(_LEAST_ROWS, triton.next_power_of_2(dim)),
+        TILE=tile_tokens,
+        TOKENS=_TOKENS if dim <= 128 and query.dtype != torch.float32 else _TOKENS // 2,
+        CAPPED=cap is not None,
+        SUNK=sinks is not None,
+        PRECISION="ieee",
+        num_warps=4 if dim <= 64 else 8,
+        num_stages=2,
+    )
+
+
+def store(heads: torch.Tensor, slots: torch.Tensor, cached: torch.Tensor) -> None:
+    """Write [total, kv_heads, head_dim] to slots, [total] int64, of one side of a cache; -1: nowhere."""
+    total, count, dim = heads.shape
+    _store[(total, triton.cdiv(count, 8))](
+        heads,
+        slots,
+        cached,
+        heads.stride(0),
+        cached.stride(0),
+        cached.stride(1),
+        COUNT=count,
+        DIM=dim,
+        WIDTH=triton.next_power_of_2(dim),
+        TILE=8,
+    )
 
 
 def turn_and_store(
@@ -303,7 +487,7 @@ def turn_and_store(
     ----------
     heads : [total, heads + 2 x kv_heads, head_dim], contiguous: queries, keys, values
     cosines, sines : [total, rotated / 2], contiguous
-    slots : [total] int64
+    slots : [total] int64; -1: nowhere
     keys, values : [slots, kv_heads, head_dim], of the cache
     """
     total, every, dim = heads.shape
