@@ -5,7 +5,8 @@
 Random Llamas of 1.2 and 8 billion parameters (the shapes of Llama 3.2 1B and Llama 3.1 8B) in bfloat16, on one
 GPU: decode steps of 1, 8, 32 and 128 sequences with contexts of 128 and 2,048 tokens, and prompts of 512 and 4,096
 tokens. A step of ours is all that a worker does for it, from the driver's message to the tokens on the host;
-transformers runs its forward pass with a cache of its own and takes the likeliest tokens. The limit is the larger
+`eager` is the same with every kernel launched by itself; transformers runs its forward pass with a cache of its own
+and takes the likeliest tokens. The limit is the larger
 of two times: the bytes of weights and caches at the speed of a copy, and the operations at that of the largest
 matrix product, both measured here. Sides take turns; times are medians in ms. First, greedy tokens of both are
 compared up to the first near-tie.
@@ -30,11 +31,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from runtime.engine.rank import Rank
 from runtime.engine.torch.engine import TorchEngine
+from runtime.kv_cache.pool import PagedCache
 from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step
 from runtime.protocol.message import PROTOCOL_VERSION, Sampling, StageShape
 from runtime.protocol.to_workers import Configure
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -184,7 +186,8 @@ class Ours:
         self.engine = TorchEngine(config, Rank.find(stages, "w/0"))
         self.engine.load()
         print(f"loaded in {time.perf_counter() - began:.1f} s", flush=True)
-        self._number = 0
+        assert isinstance(self.engine.cache, PagedCache)
+        self.pool, self._number = self.engine.cache.pool, 0
 
     def step(self, tokens: list[list[int]], position: int, tables: dict[str, list[int]]) -> list[int]:
         """Run tokens of several requests, all from one position on."""
@@ -198,6 +201,20 @@ class Ours:
         )
         assert result is not None
         return list(result.tokens)
+
+    def turns(
+        self, tokens: list[list[int]], position: int, tables: dict[str, list[int]]
+    ) -> dict[str, Callable[[], object]]:
+        """The step as it runs, and with every kernel launched by itself."""
+        runner = self.engine._runner
+        graphs = runner._graphs
+
+        def eager() -> None:
+            runner._graphs = None
+            self.step(tokens, position, tables)
+            runner._graphs = graphs
+
+        return {"ours": lambda: self.step(tokens, position, tables), "eager": eager}
 
     def begin(self, count: int) -> None:
         """Have the engine know so many requests."""
@@ -220,13 +237,13 @@ def table(name: str, folder: Path, arguments: Any, limits: Limits) -> None:
     batches = BATCHES[::3] if arguments.quick else BATCHES
     ours = Ours(folder, max(batches) * (max(CONTEXTS) + 2 * BLOCK) + 2 * BLOCK)
     ours.begin(max(batches))
-    ours.engine.cache.pool.normal_()
+    ours.pool.normal_()
     model = None
     if not arguments.alone:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE, device_map=DEVICE)
         model.eval()
         agree(ours, model)
-        ours.engine.cache.pool.normal_()
+        ours.pool.normal_()
     shape = SHAPES[name]
     layers, head = shape["num_hidden_layers"], shape["hidden_size"] // shape["num_attention_heads"]
     kv_bytes = 2 * layers * KV_HEADS * head * DTYPE.itemsize
@@ -235,25 +252,23 @@ def table(name: str, folder: Path, arguments: Any, limits: Limits) -> None:
     head_weights = VOCABULARY * hidden
     weights = layers * per_layer + head_weights
     print(f"\n{name}, {weights / 1e9:.2f} billion weights read by a step")
-    print(f"{'step':28}{'ours':>9}{'transf.':>9}{'limit':>8}{'over it':>9}{'of limit':>9}")
+    print(f"{'step, ms':28}{'ours':>9}{'eager':>9}{'transf.':>9}{'limit':>8}{'over it':>9}{'of limit':>9}")
     for batch in batches:
         for context in CONTEXTS:
-            tables = ours.tables(batch, context)
-            tokens = [[17 + n] for n in range(batch)]
-            turns = {"ours": lambda t=tokens, c=context, b=tables: ours.step(t, c - 1, b)}
+            tokens, tables = [[17 + n] for n in range(batch)], ours.tables(batch, context)
+            turns = ours.turns(tokens, context - 1, tables)
             if model is not None:
                 turns["theirs"] = theirs_decode(model, batch, context, layers, head)
             least = limits.least_ms(
                 2 * weights + batch * context * kv_bytes,
-                2 * weights * batch + 4 * layers * shape["hidden_size"] * batch * context,
+                2 * weights * batch + 4 * layers * hidden * batch * context,
             )
             report(f"decode {batch} at {context}", turns, arguments, least)
             del turns
             torch.cuda.empty_cache()
     for length in PROMPTS:
-        tables = ours.tables(1, length)
         tokens = [[(31 * k) % VOCABULARY for k in range(length)]]
-        turns = {"ours": lambda t=tokens, b=tables: ours.step(t, 0, b)}
+        turns = ours.turns(tokens, 0, ours.tables(1, length))
         if model is not None:
             turns["theirs"] = theirs_prefill(model, tokens)
         flops = 2 * layers * per_layer * length + 2 * head_weights + 2 * layers * hidden * length**2
@@ -269,10 +284,9 @@ def report(name: str, turns: dict[str, Callable[[], object]], arguments: Any, le
             taken[side].append(1e3 * median_s(run, 5))
     ours = statistics.median(taken["ours"])
     theirs = statistics.median(taken["theirs"]) if "theirs" in taken else float("nan")
-    print(
-        f"{name:28}{ours:>9.2f}{theirs:>9.2f}{least_ms:>8.2f}{theirs / ours:>9.2f}{least_ms / ours:>9.2f}",
-        flush=True,
-    )
+    eager = statistics.median(taken["eager"])
+    shares = f"{theirs / ours:>9.2f}{least_ms / ours:>9.2f}"
+    print(f"{name:28}{ours:>9.2f}{eager:>9.2f}{theirs:>9.2f}{least_ms:>8.2f}{shares}", flush=True)
     if arguments.profile:
         profile(turns["ours"])
 

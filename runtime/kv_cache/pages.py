@@ -49,9 +49,15 @@ class PageShape(ABC):
 
 
 class Pages:
-    """Blocks of `block_tokens` slots, one token each. Layers and heads are numbered as in the model."""
+    """Blocks of `block_tokens` slots, one token each. Layers and heads are numbered as in the model.
+
+    Attributes
+    ----------
+    on_gpu : whether they are in the memory of a GPU
+    """
 
     shape: PageShape
+    on_gpu = False
 
     def __init__(self, shape: PageShape, blocks: int, block_tokens: int) -> None:
         self.shape, self.blocks, self.block_tokens = shape, blocks, block_tokens

@@ -72,6 +72,7 @@ class PagedCache(Pages):
         super().__init__(shape, blocks, block_tokens)
         size = shape.pool_size(blocks * block_tokens)
         self.pool = torch.empty(size, dtype=shape.stored_dtype, device=shape.device) if pool is None else pool
+        self.on_gpu = self.pool.is_cuda
 
     def layer(self, layer: int) -> torch.Tensor:
         """A view of the keys and values of a layer: [sides, slots, heads, width]."""

@@ -54,12 +54,18 @@ class KvDeparture:
     ----------
     plan : the parts that this worker sends, and to whom
     first_token, end_token : the tokens [first, end) to send
+    slice_bytes : of a slice, at most
     """
 
     def __init__(
-        self, request_id: str, plan: tuple[KvTransfer, ...], first_token: int, end_token: int
+        self,
+        request_id: str,
+        plan: tuple[KvTransfer, ...],
+        first_token: int,
+        end_token: int,
+        slice_bytes: int = SLICE_BYTES,
     ) -> None:
-        self.request_id, self.end_token = request_id, end_token
+        self.request_id, self.end_token, self._slice_bytes = request_id, end_token, slice_bytes
         self.given_up = False
         self._in_flight = 0
         self._by_layer: dict[int, list[KvTransfer]] = defaultdict(list)
@@ -94,7 +100,7 @@ class KvDeparture:
         for transfer in self._by_layer[layer]:
             heads = (transfer.part.first_head, transfer.part.end_head)
             token_bytes = (heads[1] - heads[0]) * cache.shape.bytes_per_token_cell
-            step = max(1, SLICE_BYTES // token_bytes)
+            step = max(1, self._slice_bytes // token_bytes)
             for token in range(first, end, step):
                 last = min(token + step, end)
                 size = (last - token) * token_bytes

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from runtime.kv_cache.layout import KvTransfer
 from runtime.kv_cache.pages import Pages
-from runtime.kv_transfer.departure import Item, KvDeparture
+from runtime.kv_transfer.departure import SLICE_BYTES, Item, KvDeparture
 from runtime.kv_transfer.pair import Address
+from runtime.kv_transfer.slices import LIMIT_BYTES
 from runtime.kv_transfer.stream import Group, KvStream, Shaper, Shapers
 from runtime.kv_transfer.transports.base import DEADLINE_S
 from runtime.kv_transfer.transports.registry import AUTO, make_transport, offered
@@ -66,6 +67,8 @@ class KvSender:
         self._on_sent, self._on_failed = on_sent, on_failed
         made = [make_transport(name, cache, deadline_s, shared) for name in offered(transport)]
         self._transports = [each for each in made if each is not None]
+        # To copy a slice from GPU to GPU takes some time however small it is.
+        self._slice_bytes = LIMIT_BYTES if cache.on_gpu else SLICE_BYTES
         self._streams: dict[str, KvStream] = {}
         self._shapers = shapers or Shapers()
         self._departures: dict[str, KvDeparture] = {}
@@ -89,7 +92,7 @@ class KvSender:
 
     def begin(self, request_id: str, plan: tuple[KvTransfer, ...], first_token: int, end_token: int) -> None:
         """Announce that tokens [first, end) of a request will be sent by this plan."""
-        departure = KvDeparture(request_id, plan, first_token, end_token)
+        departure = KvDeparture(request_id, plan, first_token, end_token, self._slice_bytes)
         if departure.is_over:
             self._on_sent(request_id)
         else:
@@ -145,6 +148,7 @@ class KvSender:
                     self._shaper(destination),
                     self._finish,
                     self._fail,
+                    self._slice_bytes,
                 )
             return self._streams[destination]
 

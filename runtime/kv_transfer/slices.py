@@ -15,6 +15,7 @@ import numpy as np
 from runtime.protocol.between_workers import KvSlice
 
 PIECE_BYTES = 1024 * 1024  # fits in a core's own cache, so that a staged copy costs little
+GPU_PIECE_BYTES = 8 * 1024 * 1024  # a copy to or from a GPU takes some time however small it is
 LIMIT_BYTES = 64 * 1024 * 1024  # a receiver refuses slices that are larger
 
 

@@ -17,7 +17,7 @@ import torch
 from runtime import native
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import PagedCache
-from runtime.kv_transfer.slices import PIECE_BYTES, Piece, Runs
+from runtime.kv_transfer.slices import GPU_PIECE_BYTES, PIECE_BYTES, Piece, Runs
 from runtime.protocol.between_workers import KvSlice
 
 _PAST_CACHES_FROM = 256 * 1024
@@ -34,6 +34,7 @@ class Staging:
     Attributes
     ----------
     memory : the buffer, [bytes] uint8; replaced by a larger one when a piece does not fit
+    piece_bytes : how large pieces should be
 
     Parameters
     ----------
@@ -41,13 +42,13 @@ class Staging:
     """
 
     def __init__(
-        self, cache: PagedCache, size_bytes: int = PIECE_BYTES, device: torch.device | None = None
+        self, cache: PagedCache, size_bytes: int | None = None, device: torch.device | None = None
     ) -> None:
-        self._cache, self._device = cache, device
-        self._is_gpu = cache.pool.device.type == "cuda"
+        self._cache, self._device, self._is_gpu = cache, device, cache.on_gpu
+        self.piece_bytes = size_bytes or (GPU_PIECE_BYTES if self._is_gpu else PIECE_BYTES)
         self._stream = torch.cuda.Stream(cache.pool.device) if self._is_gpu else None
         self._rows = None if self._is_gpu else pool_rows(cache)
-        self.memory = self._allocate(size_bytes)
+        self.memory = self._allocate(self.piece_bytes)
 
     def in_place(self, header: KvSlice, runs: Runs) -> list[memoryview]:
         """The bytes of a slice where they lie in the pool's `runs`, if they lie in large stretches of CPU

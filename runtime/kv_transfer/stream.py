@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from runtime.kv_transfer.departure import SLICE_BYTES, Item, KvDeparture
+from runtime.kv_transfer.departure import Item, KvDeparture
 from runtime.kv_transfer.pair import Address, Pair, open_pair
 from runtime.kv_transfer.transports.base import Transport, next_message
 from runtime.protocol.between_workers import KvSlice, KvTaken
@@ -73,6 +73,7 @@ class KvStream:
     address : returns where the destination listens now; raises ConnectionError if it is gone
     finish : called with items that were taken or dropped; their memory is no longer read
     fail : called with each request that failed, and why, before its items are finished
+    slice_bytes : of a slice, at most
     """
 
     def __init__(
@@ -84,10 +85,12 @@ class KvStream:
         shaper: Shaper,
         finish: Callable[[Group], None],
         fail: Callable[[KvDeparture, str], None],
+        slice_bytes: int,
     ) -> None:
         self.shaper = shaper
         self._credentials, self._destination, self._transports = credentials, destination, transports
         self._address, self._finish, self._fail = address, finish, fail
+        self._slice_bytes = slice_bytes
         self._deadline_s = transports[0].deadline_s
         self._queue, self._in_flight = deque[Item](), deque[Group]()
         self._carried = set[KvDeparture]()
@@ -151,7 +154,9 @@ class KvStream:
         """Take the next items that make up one slice."""
         group = [self._queue.popleft()]
         size = group[0].bytes
-        while self._queue and self._queue[0].continues(group[-1]) and size + group[0].bytes <= SLICE_BYTES:
+        while (
+            self._queue and self._queue[0].continues(group[-1]) and size + group[0].bytes <= self._slice_bytes
+        ):
             group.append(self._queue.popleft())
             size += group[0].bytes
         return group

@@ -29,7 +29,7 @@ from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
 from runtime.torch_private import map_cuda, share_cuda
 
-_PIECE_BYTES = 16 * 1024 * 1024
+_PIECE_BYTES = 64 * 1024 * 1024
 
 
 class CudaIpc(Transport):
@@ -76,22 +76,22 @@ class _Incoming(Incoming):
         self._stream = torch.cuda.Stream(cache.pool.device)
 
     def receive(self, header: KvSlice, arrival: KvArrival | None) -> None:
-        """Copy the slice's slots, a piece at a time, and wait until each copy is done."""
+        """Copy the slice's slots, a piece at a time, and wait until all is done."""
         if arrival is None:
             return
         runs, opening = checked_runs(header, self._opening), self._opening
-        for piece in pieces(header, opening.sides, _PIECE_BYTES):
-            part = _source_part(header, piece, opening)
-            at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
-            source = torch.from_numpy(runs.between(at, end).slots())
-            target = torch.from_numpy(arrival.runs(piece.first_token, piece.end_token).slots())
-            with arrival.writing() as is_open, torch.cuda.stream(self._stream):
-                if not is_open:
-                    return
+        with arrival.writing() as is_open, torch.cuda.stream(self._stream):
+            if not is_open:
+                return
+            for piece in pieces(header, opening.sides, _PIECE_BYTES):
+                part = _source_part(header, piece, opening)
+                at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
+                source = torch.from_numpy(runs.between(at, end).slots())
+                target = torch.from_numpy(arrival.runs(piece.first_token, piece.end_token).slots())
                 view = pool_view(self._cache, header, piece)
                 rows = self._pool[part].index_select(2, source.to(self._pool.device))
                 view.index_copy_(2, target.to(view.device), rows.to(view.device, non_blocking=True))
-                self._stream.synchronize()
+            self._stream.synchronize()
         require_open(self._connection)
 
 

@@ -36,7 +36,7 @@ class _Outgoing(Outgoing):
             self._connection.send_buffers([frame, *views])
             return
         self._connection.send_buffers([frame])
-        for piece in pieces(header, self._sides):
+        for piece in pieces(header, self._sides, self._staging.piece_bytes):
             part = runs.between(piece.first_token - header.first_token, piece.end_token - header.first_token)
             self._connection.send_buffers([self._staging.load(header, piece, part).numpy().data])
 
@@ -65,7 +65,7 @@ class _Incoming(Incoming):
             return
 
     def _receive_staged(self, header: KvSlice, arrival: KvArrival) -> None:
-        for piece in pieces(header, self._sides):
+        for piece in pieces(header, self._sides, self._staging.piece_bytes):
             self._connection.receive_into(self._staging.room(piece).numpy().data)
             with arrival.writing() as is_open:
                 if is_open:

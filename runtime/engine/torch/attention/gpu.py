@@ -179,7 +179,8 @@ def attend_chunk(
     whole = length == context
     answer = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
-        *(side.transpose(0, 1)[None].repeat_interleave(group, 1) for side in (keys, values)),
+        keys.transpose(0, 1)[None].repeat_interleave(group, 1),
+        values.transpose(0, 1)[None].repeat_interleave(group, 1),
         attn_mask=None if whole else causal_lower_right(length, context),
         is_causal=whole,
         scale=scale,
