@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -70,11 +69,9 @@ class BlockTables:
 
 
 class _Graph(NamedTuple):
-    """A graph, the step that it was captured from, and its output: activations of all rows, or, for decodes in the
-    last stage, logits."""
+    """A graph and its output: activations of all rows, or, in the last stage, logits."""
 
     replayed: torch.cuda.CUDAGraph
-    batch: Batch
     output: torch.Tensor
 
 
@@ -98,8 +95,10 @@ class StepGraphs:
         largest = min(tokens + self._most, TOKENS[-1])
         self._mixed = [size for size in TOKENS if size < 2 * largest and tokens > 1]
         rows = max(self._most, *self._mixed, 1)
-        self._numbers = torch.zeros((3, rows), dtype=torch.int64, device=device)
-        self._decoding = torch.zeros((2, self._most), dtype=torch.int64, device=device)
+        # Token, position, slot and context of each row; of mixed steps, rows and contexts of decodes, and rows after
+        # which a token is sampled.
+        self._numbers = torch.zeros((4, rows), dtype=torch.int64, device=device)
+        self._decoding = torch.zeros((3, self._most + MOST_CHUNKS), dtype=torch.int64, device=device)
         self._tiles = torch.zeros((rows // TILE_TOKENS + MOST_CHUNKS, 4), dtype=torch.int32, device=device)
         self._rows = torch.arange(rows, device=device)
         self._tables = BlockTables(self._most, blocks, device)
@@ -150,79 +149,91 @@ class StepGraphs:
         is_mixed = count > len(sequences)
         kind, sizes = ("mixed", self._mixed) if is_mixed else ("decode", self._decodes)
         size = next(each for each in sizes if each >= count)
-        self._put_numbers(sequences, tables, size)
+        blocks = [tables[each.request_id] for each in sequences]
+        (self._put_mixed if is_mixed else self._put_decodes)(sequences, blocks, size)
         if self._entering is not None and hidden is not None:
             self._entering[:count].copy_(hidden)
         graph = self._graphs[kind, size]
         graph.replayed.replay()
         if not stage.rank.is_last:
             return graph.output[:count].clone()  # It is still being sent when the next step begins.
-        samples = np.array([each.samples for each in sequences], dtype=bool)
-        if not is_mixed and samples.all():
-            return graph.output[:count]
-        ends = np.cumsum([len(each.tokens) for each in sequences]) - 1
-        sampled = torch.from_numpy(ends[samples]).to(stage.device)
-        if not is_mixed:
-            return graph.output[sampled]
-        logits = stage.logits(graph.output, replace(graph.batch, sampled=sampled))
-        assert logits is not None
-        return logits
+        samples = [row for row, each in enumerate(sequences) if each.samples]
+        if is_mixed or len(samples) == count:
+            return graph.output[: len(samples)]
+        return graph.output[samples]
 
-    def _put_numbers(
-        self, sequences: Sequence[SequenceStep], tables: Mapping[str, Sequence[int]], size: int
+    def _put_decodes(
+        self, sequences: Sequence[SequenceStep], tables: Sequence[Sequence[int]], size: int
     ) -> None:
-        """Write what a step is to where a graph of so many tokens reads it."""
-        block_tokens, singles, parts, row = self._cache.block_tokens, list[int](), list[Part](), 0
-        numbers = np.zeros((3, size), dtype=np.int64)
+        """Write single tokens to where a decode graph of so many reads them."""
+        count, block_tokens = len(sequences), self._cache.block_tokens
+        numbers = np.zeros((4, size), dtype=np.int64)
+        numbers[0, :count] = [each.tokens[0] for each in sequences]
+        positions = np.array([each.position for each in sequences])
+        blocks = np.array(
+            [table[at] for table, at in zip(tables, (positions // block_tokens).tolist(), strict=True)]
+        )
+        numbers[1, :count] = positions
+        numbers[2, :count] = blocks * block_tokens + positions % block_tokens
+        numbers[2, count:] = -1
+        numbers[3, :count] = positions + 1
+        self._numbers[:, :size].copy_(torch.from_numpy(numbers))
+        self._tables.put(tables)
+
+    def _put_mixed(
+        self, sequences: Sequence[SequenceStep], tables: Sequence[Sequence[int]], size: int
+    ) -> None:
+        """Write chunks and single tokens to where a mixed graph of so many tokens reads them."""
+        numbers = np.zeros((4, size), dtype=np.int64)
         numbers[2] = -1
-        decoding = np.zeros((2, self._most), dtype=np.int64)
-        decoded = list[Sequence[int]]()
-        for each in sequences:
-            table, length = tables[each.request_id], len(each.tokens)
+        decodes, parts = list[tuple[int, int]](), list[Part]()
+        decoded, ends, row = list[Sequence[int]](), list[int](), 0
+        for each, table in zip(sequences, tables, strict=True):
+            length, end = len(each.tokens), each.position + len(each.tokens)
+            rows = slice(row, row + length)
+            numbers[0, rows] = each.tokens
+            numbers[1, rows] = np.arange(each.position, end)
+            numbers[2, rows] = self._cache.slots(table, each.position, end)
             if length == 1:
-                position = each.position
-                numbers[0, row], numbers[1, row] = each.tokens[0], position
-                block = table[position // block_tokens]
-                numbers[2, row] = block * block_tokens + position % block_tokens
-                decoding[0, len(singles)], decoding[1, len(singles)] = row, position + 1
-                singles.append(row)
+                decodes.append((row, end))
                 decoded.append(table)
             else:
-                rows, end = slice(row, row + length), each.position + length
-                numbers[0, rows] = each.tokens
-                numbers[1, rows] = np.arange(each.position, end)
-                numbers[2, rows] = self._cache.slots(table, each.position, end)
                 parts.append(Part(row, length, each.position, table))
             row += length
+            if each.samples:
+                ends.append(row - 1)
         self._numbers[:, :size].copy_(torch.from_numpy(numbers))
-        self._decoding.copy_(torch.from_numpy(decoding))
+        few = np.zeros((3, max(self._decoding.shape[1], 1)), dtype=np.int64)
+        if decodes:
+            few[:2, : len(decodes)] = np.array(decodes).T
+        few[2, : len(ends)] = ends
+        self._decoding.copy_(torch.from_numpy(few))
+        tiles = np.zeros((len(self._tiles), 4), dtype=np.int32)
+        needed = tiles_of(parts, TILE_TOKENS)
+        tiles[: len(needed)] = needed
+        self._tiles.copy_(torch.from_numpy(tiles))
         self._tables.put(decoded)
-        if len(sequences) > len(singles):
-            tiles = np.zeros((len(self._tiles), 4), dtype=np.int32)
-            needed = tiles_of(parts, TILE_TOKENS)
-            tiles[: len(needed)] = needed
-            self._tiles.copy_(torch.from_numpy(tiles))
-            self._chunk_tables.put([part.table for part in parts])
+        self._chunk_tables.put([part.table for part in parts])
 
     def _capture_all(self) -> None:
         """Capture the largest first, whose memory the others share."""
         began, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         self._numbers[2] = -1
         for size in reversed(self._mixed):
-            self._graphs["mixed", size] = self._capture(self._batch(size, is_mixed=True), pool, True)
+            self._graphs["mixed", size] = self._capture(self._batch(size, is_mixed=True), pool)
         for size in reversed(self._decodes):
-            self._graphs["decode", size] = self._capture(self._batch(size, is_mixed=False), pool, False)
+            self._graphs["decode", size] = self._capture(self._batch(size, is_mixed=False), pool)
         torch.cuda.synchronize(self._stage.device)
         log.info("captured %d steps in %.1f s", len(self._graphs), time.monotonic() - began)
 
     @torch.inference_mode()
-    def _capture(self, batch: Batch, pool: object, is_mixed: bool) -> _Graph:
+    def _capture(self, batch: Batch, pool: object) -> _Graph:
         stage = self._stage
         entering = None if self._entering is None else self._entering[: len(batch.tokens)]
 
         def compute() -> torch.Tensor:
             hidden = stage.forward(batch, entering, _nothing)
-            logits = stage.logits(hidden, batch) if stage.rank.is_last and not is_mixed else hidden
+            logits = stage.logits(hidden, batch) if stage.rank.is_last else hidden
             assert logits is not None
             return logits
 
@@ -234,26 +245,24 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
             output = compute()
-        return _Graph(graph, batch, output)
+        return _Graph(graph, output)
 
     def _batch(self, size: int, is_mixed: bool) -> Batch:
         """A step whose numbers are where `_put_numbers` writes them."""
-        tokens, positions, slots = (line[:size] for line in self._numbers)
-        count = min(size, self._most)
-        rows, contexts = (line[:count] for line in self._decoding)
-        splits = self._attention.splits(count)
-        decodes = Decodes(
-            rows, self._tables.device[:count], contexts, max(splits, MIXED_SPLITS) if is_mixed else splits
-        )
-        chunks = None
+        tokens, positions, slots, contexts = (line[:size] for line in self._numbers)
+        count, rows, chunks = min(size, self._most), self._rows[:size], None
+        splits, sampled = self._attention.splits(count), rows
         if is_mixed:
+            rows, contexts = (line[:count] for line in self._decoding[:2])
+            splits, sampled = max(splits, MIXED_SPLITS), self._decoding[2, :size]
             tiles = self._tiles[: size // TILE_TOKENS + min(MOST_CHUNKS, size // 2)]
             chunks = Chunks(tiles, self._chunk_tables.device)
+        decodes = Decodes(rows, self._tables.device[:count], contexts, splits)
         return Batch(
             tokens=tokens,
             positions=positions,
             slots=slots,
-            sampled=self._rows[:size],
+            sampled=sampled,
             lengths=(1,) * size,
             offsets=(0,) * size,
             tables=((),) * size,

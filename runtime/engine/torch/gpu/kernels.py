@@ -55,6 +55,8 @@ def _attend_paged(
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(which + sequence)
     context = tl.load(contexts + sequence)
+    if context == 0:
+        return
     begin = tl.maximum(context - window, 0)
     share = tl.cdiv(tl.cdiv(context - begin, SPLITS), TOKENS) * TOKENS
     first = begin + split * share
@@ -94,7 +96,6 @@ def _attend_paged(
             found = found * tl.exp(best - better)[:, None]
             total = total * tl.exp(best - better) + tl.exp(sink - better)
         to = output + row * count * DIM + heads[:, None] * DIM + dims[None, :]
-        inside &= (rows < tl.where(context > 0, GROUP, 0))[:, None]
         tl.store(to, (found / total[:, None]).to(output.dtype.element_ty), mask=inside)
     else:
         line = (sequence * count + heads) * SPLITS + split
@@ -117,6 +118,8 @@ def _join_splits(
     SUNK: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(contexts + sequence) == 0:
+        return
     count = tl.num_programs(1)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     line = (sequence * count + head) * SPLITS + splits
@@ -133,8 +136,7 @@ def _join_splits(
     joined = tl.sum(each * weights[:, None], 0) / total
     row = tl.load(which + sequence)
     to = output + (row * count + head) * DIM + dims
-    written = tl.where(tl.load(contexts + sequence) > 0, DIM, 0)
-    tl.store(to, joined.to(output.dtype.element_ty), mask=dims < written)
+    tl.store(to, joined.to(output.dtype.element_ty), mask=dims < DIM)
 
 
 @triton.jit
