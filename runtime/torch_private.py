@@ -1,6 +1,6 @@
 """The parts of torch that this project uses although they are not public, behind functions of our own.
 
-Tried on torch 2.13 (CPU build): the oneDNN operators. Not yet run: CUDA sharing, which needs a GPU; written
+Tried: the oneDNN operators on torch 2.13 (CPU build); CUDA sharing on torch 2.11, on one card only, written
 from torch 2.13's `torch.multiprocessing.reductions`. pyproject.toml admits torch 2.6 and later, so callers
 treat an AttributeError or RuntimeError as "not available".
 """

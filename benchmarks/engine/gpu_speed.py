@@ -2,14 +2,13 @@
 
     python -m benchmarks.engine.gpu_speed [--sizes 1b,8b] [--rounds 5] [--quick] [--profile]
 
-Random Llamas of 1.2 and 8 billion parameters (the shapes of Llama 3.2 1B and Llama 3.1 8B) in bfloat16, on one
-GPU: decode steps of 1, 8, 32 and 128 sequences with contexts of 128 and 2,048 tokens, and prompts of 512 and 4,096
-tokens. A step of ours is all that a worker does for it, from the driver's message to the tokens on the host;
-`eager` is the same with every kernel launched by itself; transformers runs its forward pass with a cache of its own
-and takes the likeliest tokens. The limit is the larger
-of two times: the bytes of weights and caches at the speed of a copy, and the operations at that of the largest
-matrix product, both measured here. Sides take turns; times are medians in ms. First, greedy tokens of both are
-compared up to the first near-tie.
+Random Llamas of 1.2 and 8 billion parameters (the shapes of Llama 3.2 1B and Llama 3.1 8B) in bfloat16, on
+one GPU: decode steps of 1, 8, 32 and 128 sequences with contexts of 128 and 2,048 tokens, and prompts of 512
+and 4,096 tokens. A step of ours is all that a worker does for it, from the driver's message to the tokens on
+the host; `eager` is the same with every kernel launched by itself; transformers runs its forward pass with a
+cache of its own and takes the likeliest tokens. The limit is the larger of two times: the bytes of weights
+and caches at the speed of a copy, and the operations at that of the largest matrix product, both measured
+here. Sides take turns; times are medians in ms. First, greedy tokens of both are compared but for near-ties.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def write_checkpoint(name: str, folder: Path) -> None:
         num_key_value_heads=KV_HEADS,
         vocab_size=VOCABULARY,
         max_position_embeddings=8192,
-        rope_theta=500000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=name == "1b",
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
@@ -345,7 +344,7 @@ def theirs_decode(model: Any, batch: int, context: int, layers: int, head: int) 
     def run() -> list[int]:
         output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         tokens = output.logits[:, -1].argmax(-1).tolist()
-        cache.crop(context - 1)
+        cache.crop(-1)
         return tokens
 
     return run

@@ -7,8 +7,8 @@ recv_into, or a copy between two shared mappings. `shapes` compares replicas of 
 of the same shape, moving the same total bytes. `overlap` measures how much of a transfer a prefill hides by
 sending one layer after another; its layers are matrix products on the same cores. Everything uses bfloat16, 8
 heads of 128, and blocks of 16 tokens. The sides of a comparison take turns, after one unmeasured turn each;
-figures are medians. `gpu` has both pools on one GPU, and compares with a copy from one tensor to another there;
-it runs only if asked for.
+figures are medians. `gpu` has both pools on one GPU, and compares with a copy from one tensor to another
+there; it runs only if asked for.
 """
 
 from __future__ import annotations

@@ -207,8 +207,8 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 @_engine(
     "--cuda-devices",
     click.IntRange(1),
-    "Serve on the first N CUDA devices of this machine, several GPUs of the placement on each if it has more.  "
-    "[default: each GPU is a device]",
+    "Serve on the first N CUDA devices of this machine, several GPUs of the placement on each if it has more."
+    "  [default: each GPU is a device]",
     metavar="N",
 )
 @_detail("--emulate-links", is_flag=True, help="Move KV caches no faster than the placement's links.")

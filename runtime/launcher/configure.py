@@ -45,8 +45,8 @@ _SHORT: dict[str, WeightType] = {"float32": "fp32", "bfloat16": "bf16", "float16
 def device_of(placement: Placement, gpu: str, cuda_devices: int | None = None) -> str:
     """The torch device of a GPU id when all nodes are on this machine: "cpu" or "cuda:N".
 
-    The GPUs of all nodes are numbered consecutively, so that two nodes on one machine never share a GPU, unless
-    there are only so many `cuda_devices`, which they then take in turns.
+    The GPUs of all nodes are numbered consecutively, so that two nodes on one machine never share a GPU,
+    unless there are only so many `cuda_devices`, which they then take in turns.
     """
     if is_cpu(placement, gpu):
         return "cpu"

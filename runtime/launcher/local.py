@@ -102,6 +102,6 @@ def _check_cuda(placement: Placement, source: str, cuda_devices: int | None) -> 
                 source,
                 gpu,
                 f"needs {device}, but torch sees {present} CUDA devices here",
-                "launch on a machine with these GPUs, search a placement for the GPUs of this one, or let several "
-                "workers share a GPU (--cuda-devices)",
+                "launch on a machine with these GPUs, search a placement for the GPUs of this one, or let "
+                "several workers share a GPU (--cuda-devices)",
             )

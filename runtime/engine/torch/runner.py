@@ -85,8 +85,8 @@ class StageRunner:
         Parameters
         ----------
         tables, windowed_tables : blocks of each request, and those in the layers with a window
-        on_layer : called with each global layer number once its keys and values are in the cache; None: nobody
-            waits for them
+        on_layer : called with each global layer number once its keys and values are in the cache; None:
+            nobody waits for them
 
         Returns
         -------
@@ -123,8 +123,8 @@ class StageRunner:
             if not stage.collectives.rank.samples:
                 return None
             if stage.device.type == "cuda":
-                # Blocks of the step's requests may go to others once it has a result, and what writes to those
-                # does not wait for this stream. Tokens, where there are some, wait for all before them.
+                # Blocks of the step's requests may go to others once it has a result, and what writes to
+                # those does not wait for this stream. Tokens, where there are some, wait for all before them.
                 torch.cuda.current_stream(stage.device).synchronize()
             return StepResult(step=step.step, tokens=())
         logits = logits_of()

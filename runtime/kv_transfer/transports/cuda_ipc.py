@@ -1,6 +1,6 @@
 """KV payloads between GPUs of a host: the receiver maps the sender's pool and copies on its own CUDA stream.
 
-Written from the documentation of torch's CUDA sharing; not yet run on a machine with GPUs.
+Tried between two processes on one card, not from card to card.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ from cost_model.config import architecture_from_folder
 from hexgen2.placement import Placement, Route
 from hexgen2.workload.lengths import RequestClass, Workload
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 CARD = AcceleratorSpec(memory_gib=8, bf16_dense_tflops=100, memory_bandwidth_gbyte_s=1000)
 PROMPT = "the quick brown fox jumps over the lazy dog, again and again"
 SHAPES = {
@@ -52,6 +50,7 @@ def placement(folder: Path, shape: str) -> Placement:
     )
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("transport", ["auto", "cuda_ipc", "tcp"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_answers_are_the_same(shape: str, transport: str, tmp_path: Path) -> None:

@@ -228,6 +228,8 @@ def test_devices_are_numbered_through_the_nodes_of_this_machine(model_folder):
     placement = placement.model_copy(update={"cluster": cluster})
     gpus = ["pod-a/0", "pod-a/1", "box/5", "pod-b/0", "pod-b/1"]
     assert [device_of(placement, gpu) for gpu in gpus] == ["cuda:0", "cuda:1", "cpu", "cuda:2", "cuda:3"]
+    shared = [device_of(placement, gpu, cuda_devices=3) for gpu in gpus]
+    assert shared == ["cuda:0", "cuda:1", "cpu", "cuda:2", "cuda:0"]
 
 
 def test_the_kv_budget_is_what_memory_has_room_for_as_far_as_it_is_of_use(model_folder):

@@ -181,6 +181,7 @@ def test_a_busy_port(files):
         (["--host", "192.0.2.1"], ["192.0.2.1", "choose an address of this machine with --host"]),
         (["--port", "70000"], ["--port", "70000"]),
         (["--engine", "steam"], ["--engine", "torch"]),
+        (["--launcher", "ray", "--cuda-devices", "1"], ["--cuda-devices", "leave it out"]),
     ],
 )
 def test_wrong_options(files, options, words):

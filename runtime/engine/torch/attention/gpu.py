@@ -1,4 +1,4 @@
-"""Attention on GPUs: our own kernels, which read the cache in place, and torch's operator for whole prompts."""
+"""Attention on GPUs: our own kernels, which read the cache in place, and torch's operator for long chunks."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Chunks:
     Attributes
     ----------
     tiles, tables : see `kernels.attend_tiles`
-    parts : the chunks, and where each one's context is in the cache, None where it begins the prompt; empty: only
-        the device knows
+    parts : the chunks, and where each one's context is in the cache, None where it begins the prompt; empty:
+        only the device knows
     """
 
     tiles: torch.Tensor
@@ -198,8 +198,8 @@ def padded(tables: Sequence[Sequence[int]], width: int) -> np.ndarray:
 
 
 def tiles_of(parts: Sequence[Part], tokens: int) -> np.ndarray:
-    """Chunks as tiles of at most so many tokens, [n, 4] int32 (see `kernels.attend_tiles`), those with the longest
-    contexts first."""
+    """Chunks as tiles of at most so many tokens, [n, 4] int32 (see `kernels.attend_tiles`), those with the
+    longest contexts first."""
     tiles = [
         (part.first + at, min(tokens, part.length - at), part.offset + at, number)
         for number, part in enumerate(parts)

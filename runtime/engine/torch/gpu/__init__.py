@@ -1,1 +1,2 @@
-"""What makes steps fast on GPUs: kernels in Triton (kernels.py), and replays of whole decode steps (graphs.py)."""
+"""What makes steps fast on GPUs: kernels in Triton (kernels.py), steps as CUDA graphs (graphs.py), and
+whether all fits (room.py)."""

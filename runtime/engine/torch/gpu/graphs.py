@@ -1,8 +1,8 @@
 """Steps as CUDA graphs: all launches of a step at once, so that the GPU does not wait for the host.
 
-A graph has a fixed number of tokens, and numbers in fixed places on the device say what they are: decode graphs
-have one token for each sequence, mixed graphs some decodes and chunks of prompts. What a step does not need of a
-graph is stored nowhere and attends to nothing.
+A graph has a fixed number of tokens, and numbers in fixed places on the device say what they are: decode
+graphs have one token for each sequence, mixed graphs some decodes and chunks of prompts. What a step does not
+need of a graph is stored nowhere and attends to nothing.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class StepGraphs:
         largest = min(tokens + self._most, TOKENS[-1])
         self._mixed = [size for size in TOKENS if size < 2 * largest and tokens > 1]
         rows = max(self._most, *self._mixed, 1)
-        # Token, position, slot and context of each row; of mixed steps, rows and contexts of decodes, and rows after
-        # which a token is sampled.
+        # Token, position, slot and context of each row; of mixed steps, rows and contexts of decodes, and
+        # rows after which a token is sampled.
         self._numbers = torch.zeros((4, rows), dtype=torch.int64, device=device)
         self._decoding = torch.zeros((3, self._most + MOST_CHUNKS), dtype=torch.int64, device=device)
         self._tiles = torch.zeros((rows // TILE_TOKENS + MOST_CHUNKS, 4), dtype=torch.int32, device=device)
@@ -141,8 +141,8 @@ class StepGraphs:
 
         Returns
         -------
-        the activations of a step, [tokens, hidden]; in the last stage, the logits of the sequences that sample,
-        valid until the next step
+        the activations of a step, [tokens, hidden]; in the last stage, the logits of the sequences that
+        sample, valid until the next step
         """
         stage = self._stage
         count = sum(len(each.tokens) for each in sequences)

@@ -1,8 +1,8 @@
-"""Kernels for GPUs, in Triton: attention of single tokens over a paged KV cache, and what surrounds the products
-of a layer, each in one launch.
+"""Kernels for GPUs, in Triton: attention over a paged KV cache, and what surrounds the products of a layer,
+each in one launch.
 
-Values are computed with in float32, and rounded when they are written. On CPUs they run in Triton's interpreter
-only, for tests.
+Values are computed with in float32, and rounded when they are written. On CPUs they run in Triton's
+interpreter only, for tests.
 """
 
 from __future__ import annotations
@@ -339,8 +339,8 @@ def attend_paged(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attention of single tokens over the paged KV cache; writes their rows of the output. No argument is read
-    on the host, so that a CUDA graph may contain it.
+    """Attention of single tokens over the paged KV cache; writes their rows of the output. No argument is
+    read on the host, so that a CUDA graph may contain it.
 
     Parameters
     ----------
@@ -413,14 +413,14 @@ def attend_tiles(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attention of chunks of prompts over the paged KV cache, which holds them already; writes their rows of the
-    output. No argument is read on the host.
+    """Attention of chunks of prompts over the paged KV cache, which holds them already; writes their rows of
+    the output. No argument is read on the host.
 
     Parameters
     ----------
     query, keys, values, output : see `attend_paged`
-    tiles : [n, 4] int32: of some tokens that follow each other, the first row, how many they are (0: none), the
-        position of the first, and the line of `tables`
+    tiles : [n, 4] int32: of some tokens that follow each other, the first row, how many they are (0: none),
+        the position of the first, and the line of `tables`
     tile_tokens : most tokens of a tile
     tables : blocks of each request, [requests, most] int32
     window, scale, cap, sinks : as in `attention/base.py`
@@ -516,8 +516,8 @@ def turn_and_store(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Scale the last dimension of x to a root mean square of one, round unless the weight has another type, then
-    multiply by the weight, [width] or [n, width] for x [..., n, width]."""
+    """Scale the last dimension of x to a root mean square of one, round unless the weight has another type,
+    then multiply by the weight, [width] or [n, width] for x [..., n, width]."""
     x = x.contiguous()
     width = x.shape[-1]
     output = torch.empty_like(x)
