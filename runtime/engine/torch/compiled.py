@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,8 @@ from importlib.util import find_spec
 import torch
 
 from runtime import native
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ def compiled_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None
     """The kernels for a type on a device; None: torch's operators compute."""
     if native.serves(dtype, device):
         return Kernels(native.rms_norm, 1, native.gate)
-    if device.type == "cuda" and has_triton():
+    if triton_runs(dtype, device):
         from runtime.engine.torch.gpu import kernels
 
         return Kernels(kernels.rms_norm, 2, kernels.gate)
@@ -41,6 +44,16 @@ def compiled_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None
 
 
 @cache
-def has_triton() -> bool:
-    """Whether Triton is installed, as it is beside a torch for CUDA."""
-    return find_spec("triton") is not None
+def triton_runs(dtype: torch.dtype, device: torch.device, head_dim: int = 64) -> bool:
+    """Whether our kernels in Triton run on a GPU, for this size of heads: it may be missing, or its compiler,
+    or the card may be too old or too small."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from runtime.engine.torch.gpu import kernels
+
+    try:
+        kernels.try_out(dtype, device, head_dim)
+    except Exception as error:  # of Triton, of compilers, of the driver
+        log.warning("torch's operators compute on %s: kernels in Triton do not run (%s)", device, error)
+        return False
+    return True

@@ -10,8 +10,8 @@ import torch
 from runtime.engine.faults import Faults, of_replica
 from runtime.engine.torch.attention import make_attention
 from runtime.engine.torch.attention.base import Batch, LayerAttention
+from runtime.engine.torch.attention.gpu import GpuAttention
 from runtime.engine.torch.attention.windowed import WindowedAttention
-from runtime.engine.torch.compiled import has_triton
 from runtime.engine.torch.headwise.heads import Heads
 from runtime.engine.torch.headwise.step import StepAttention
 from runtime.engine.torch.models.base import DecoderStage
@@ -46,7 +46,7 @@ class StageRunner:
     ) -> None:
         self._stage, self._attention, self._heads = stage, make_attention(cache), heads
         self._graphs: StepGraphs | None = None
-        if stage.device.type == "cuda" and most and heads is None and windowed is None and has_triton():
+        if isinstance(self._attention, GpuAttention) and most and heads is None and windowed is None:
             from runtime.engine.torch.gpu.graphs import StepGraphs
 
             self._graphs = StepGraphs.made(stage, self._attention, most, most_tokens)

@@ -15,6 +15,7 @@ if find_spec("triton") is None:
     pytest.skip("the package triton is missing", allow_module_level=True)
 ON_GPU = torch.cuda.is_available()
 
+from runtime.engine.torch import compiled  # noqa: E402
 from runtime.engine.torch.attention.base import Part  # noqa: E402
 from runtime.engine.torch.attention.gpu import tiles_of  # noqa: E402
 from runtime.engine.torch.gpu import kernels  # noqa: E402
@@ -35,7 +36,7 @@ SCORINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize(("dtype", "splits"), [*product(DTYPES, (1, 4))])
+@pytest.mark.parametrize(("dtype", "splits"), [*product(DTYPES, (1, 4, 16) if ON_GPU else (1, 16))])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SIZES)
 def test_single_tokens_attend_to_their_contexts(heads, kv_heads, dim, dtype, splits, scoring):
     torch.manual_seed(heads + splits)
@@ -186,3 +187,20 @@ def test_heads_without_a_slot_go_nowhere(dtype):
     kernels.turn_and_store(heads, angles.cos(), angles.sin(), slots, pool[0], pool[1])
     kept[0][slots[[0, 2]]], kept[1][slots[[0, 2]]] = heads[[0, 2], 2:4], heads[[0, 2], 4:]
     assert torch.equal(pool, kept)
+
+
+def test_kernels_can_be_tried_out():
+    kernels.try_out(torch.float32, torch.device(DEVICE), 80)
+
+
+def test_where_kernels_do_not_run_torch_computes(monkeypatch):
+    """A card that is too old or too small, or a machine without a compiler."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("failed to find a C compiler")
+
+    monkeypatch.setattr(kernels, "try_out", fail)
+    assert not compiled.triton_runs(torch.float32, torch.device("cuda", 0), 12)
+    assert compiled.compiled_kernels(torch.float16, torch.device("cuda", 0)) is None
+    assert not compiled.triton_runs(torch.float32, torch.device("cpu"), 12)
+    compiled.triton_runs.cache_clear()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from runtime.engine.torch.attention.base import PLAIN, Attention, Batch, Part, Scoring, Single
-from runtime.engine.torch.compiled import has_triton
+from runtime.engine.torch.compiled import triton_runs
 from runtime.kv_cache.pool import CacheShape
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class GpuAttention(Attention):
     def serves(cls, shape: CacheShape) -> bool:
         """The kernels read keys and values in the type that a step computes in."""
         is_plain = not shape.format.is_packed and shape.sides == 2 and shape.head_dim <= WIDEST_HEAD
-        return shape.device.type == "cuda" and is_plain and has_triton()
+        return is_plain and triton_runs(shape.dtype, shape.device, shape.head_dim)
 
     def plan(self, singles: Sequence[Single], parts: Sequence[Part], window: int | None) -> Plan:
         return Plan(self._decodes(singles) if singles else None, self._chunks(parts) if parts else None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ DECODES = (1, 2, 4, 8, 16, 24, 32, *range(64, 257, 32))
 TOKENS = (32, 64, 128, 256, 512)
 """Tokens of mixed graphs."""
 MOST_CHUNKS = 16
-MIXED_SPLITS = 4
+MIXED_SPLITS = 16
 """Into how many parts contexts of decodes are divided in mixed graphs."""
 _LONGEST = 1 << 17
 """Tokens of a context beyond which tables of blocks would be too large to copy in each step."""
@@ -68,13 +67,6 @@ class BlockTables:
             self.device[: len(tables), : self._width].copy_(torch.from_numpy(some))
 
 
-class _Graph(NamedTuple):
-    """A graph and its output: activations of all rows, or, in the last stage, logits."""
-
-    replayed: torch.cuda.CUDAGraph
-    output: torch.Tensor
-
-
 class StepGraphs:
     """The graphs of a stage over one cache.
 
@@ -106,12 +98,16 @@ class StepGraphs:
         self._entering = None
         if not stage.rank.is_first:
             self._entering = torch.zeros((rows, stage.spec.hidden), dtype=stage.dtype, device=device)
-        self._graphs = dict[tuple[str, int], _Graph]()
+        # Graphs run one at a time, so they share what they write.
+        width = stage.spec.vocab if stage.rank.is_last else stage.spec.hidden
+        outputs = min(rows, self._most + MOST_CHUNKS) if stage.rank.is_last else rows
+        self._output = torch.empty((outputs, width), dtype=stage.dtype, device=device)
+        self._graphs = dict[tuple[str, int], torch.cuda.CUDAGraph]()
 
     @classmethod
-    def made(cls, stage: DecoderStage, attention: object, most: int, tokens: int) -> StepGraphs | None:
+    def made(cls, stage: DecoderStage, attention: GpuAttention, most: int, tokens: int) -> StepGraphs | None:
         """Those of a stage whose steps can be replayed; None: they can't."""
-        if not isinstance(attention, GpuAttention) or not stage.replays or stage.rank.tp > 1:
+        if not stage.replays or stage.rank.tp > 1:
             return None
         graphs = cls(stage, attention, most, tokens)
         try:
@@ -153,14 +149,13 @@ class StepGraphs:
         (self._put_mixed if is_mixed else self._put_decodes)(sequences, blocks, size)
         if self._entering is not None and hidden is not None:
             self._entering[:count].copy_(hidden)
-        graph = self._graphs[kind, size]
-        graph.replayed.replay()
+        self._graphs[kind, size].replay()
         if not stage.rank.is_last:
-            return graph.output[:count].clone()  # It is still being sent when the next step begins.
+            return self._output[:count].clone()  # It is still being sent when the next step begins.
         samples = [row for row, each in enumerate(sequences) if each.samples]
         if is_mixed or len(samples) == count:
-            return graph.output[: len(samples)]
-        return graph.output[samples]
+            return self._output[: len(samples)]
+        return self._output[samples]
 
     def _put_decodes(
         self, sequences: Sequence[SequenceStep], tables: Sequence[Sequence[int]], size: int
@@ -227,25 +222,26 @@ class StepGraphs:
         log.info("captured %d steps in %.1f s", len(self._graphs), time.monotonic() - began)
 
     @torch.inference_mode()
-    def _capture(self, batch: Batch, pool: object) -> _Graph:
-        stage = self._stage
-        entering = None if self._entering is None else self._entering[: len(batch.tokens)]
-
-        def compute() -> torch.Tensor:
-            hidden = stage.forward(batch, entering, _nothing)
-            logits = stage.logits(hidden, batch) if stage.rank.is_last else hidden
-            assert logits is not None
-            return logits
-
-        beside = torch.cuda.Stream(stage.device)
-        beside.wait_stream(torch.cuda.current_stream(stage.device))
+    def _capture(self, batch: Batch, pool: object) -> torch.cuda.CUDAGraph:
+        device, beside = self._stage.device, torch.cuda.Stream(self._stage.device)
+        beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):
-            compute()  # compiles kernels, and has libraries take their memory
-        torch.cuda.current_stream(stage.device).wait_stream(beside)
+            self._compute(batch)  # compiles kernels, and has libraries take their memory
+        torch.cuda.current_stream(device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
-            output = compute()
-        return _Graph(graph, output)
+            self._compute(batch)
+        return graph
+
+    def _compute(self, batch: Batch) -> None:
+        """Run a step, and leave its activations, or, in the last stage, its logits."""
+        stage = self._stage
+        entering = None if self._entering is None else self._entering[: len(batch.tokens)]
+        found: torch.Tensor | None = stage.forward(batch, entering, _nothing)
+        if stage.rank.is_last and found is not None:
+            found = stage.logits(found, batch)
+        assert found is not None
+        self._output[: len(found)].copy_(found)
 
     def _batch(self, size: int, is_mixed: bool) -> Batch:
         """A step whose numbers are where `_put_numbers` writes them."""

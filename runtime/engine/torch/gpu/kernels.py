@@ -541,3 +541,21 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     tile = min(1024, triton.next_power_of_2(width))
     _gate[(rows, triton.cdiv(width, tile))](gate_up.contiguous(), output, width, TILE=tile)
     return output
+
+
+def try_out(dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
+    """Run each kernel once; raises whatever Triton raises where one does not run."""
+    heads = torch.ones((4, 6, head_dim), dtype=dtype, device=device)
+    pool = torch.zeros((2, 16, 2, head_dim), dtype=dtype, device=device)
+    query, slots = heads[:, :2], torch.arange(4, device=device)
+    angles = torch.zeros((4, head_dim // 2), dtype=dtype, device=device)
+    turn_and_store(heads, angles, angles, slots, pool[0], pool[1])
+    store(heads[:, 2:4], slots, pool[0])
+    output, tables = query.clone(), torch.zeros((4, 1), dtype=torch.int32, device=device)
+    for splits in (1, 4):
+        attend_paged(query, pool[0], pool[1], slots, tables, slots + 1, 16, output, splits=splits)
+    tiles = torch.tensor([[0, 4, 0, 0]], dtype=torch.int32, device=device)
+    attend_tiles(query, pool[0], pool[1], tiles, tables, 16, output, tile_tokens=64)
+    gate(rms_norm(heads.flatten(1), heads.flatten(1)[0], 1e-5))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

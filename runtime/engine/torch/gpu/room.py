@@ -15,8 +15,8 @@ from runtime.kv_cache.formats import PLAIN
 from runtime.kv_cache.pool import CacheShape, PagedCache
 from runtime.protocol.to_workers import Configure
 
-_SPARE_BYTES = 256 << 20
-"""For what libraries take later."""
+_SPARE_BYTES = 512 << 20
+"""For graphs, and what libraries take later."""
 
 
 def check_room(stage: DecoderStage, caches: Sequence[tuple[CacheShape, int]], config: Configure) -> None:
