@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from runtime.engine.torch.attention import gpu
 from runtime.engine.torch.engine import TorchEngine
 from runtime.engine.torch.gpu import graphs
 from runtime.kv_cache.pool import PagedCache
-from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step
+from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step, StepResult
 from runtime.protocol.message import PROTOCOL_VERSION, Sampling, StageShape
 from runtime.protocol.to_workers import Configure
 
@@ -105,12 +106,12 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def engine_of(folder: Path) -> TorchEngine:
-    """An engine on the CPU that attends as on a GPU, and replays its steps."""
-    stages = (StageShape(workers=("w/0",), first_layer=0, end_layer=LAYERS),)
+def engine_of(folder: Path, stages: tuple[StageShape, ...], number: int = 0) -> TorchEngine:
+    """The engine of a stage on the CPU that attends as on a GPU, and replays its steps."""
+    worker = stages[number].workers[0]
     config = Configure(
         protocol=PROTOCOL_VERSION,
-        worker="w/0",
+        worker=worker,
         replica="w",
         role="colocated",
         stages=stages,
@@ -128,7 +129,7 @@ def engine_of(folder: Path) -> TorchEngine:
         secret="",
         threads=1,
     )
-    engine = TorchEngine(config, Rank.find(stages, "w/0"))
+    engine = TorchEngine(config, Rank.find(stages, worker))
     engine.load()
     own = engine._runner
     assert isinstance(engine.cache, PagedCache)
@@ -139,9 +140,40 @@ def engine_of(folder: Path) -> TorchEngine:
     return engine
 
 
-@pytest.mark.parametrize(("family", "seed"), [("llama", 1), ("opt", 2), ("mistral", 3), ("llama", 4)])
+WHOLE = (StageShape(workers=("w/0",), first_layer=0, end_layer=LAYERS),)
+TWO = (
+    StageShape(workers=("w/0",), first_layer=0, end_layer=2),
+    StageShape(workers=("w/1",), first_layer=2, end_layer=LAYERS),
+)
+
+
+class Pipeline:
+    """Engines of a replica's stages, in one process."""
+
+    def __init__(self, folder: Path, stages: tuple[StageShape, ...]) -> None:
+        self.engines = [engine_of(folder, stages, number) for number in range(len(stages))]
+        sent = deque[torch.Tensor]()
+        for engine in self.engines:
+            collectives = engine._stage.collectives
+            collectives.send = sent.append
+            collectives.receive = lambda shape, dtype: sent.popleft()
+
+    def begin(self, number: int, tables: dict[str, list[int]]) -> None:
+        """Have all engines know a request, in no block yet."""
+        tables[str(number)] = []
+        start = SequenceStart(request_id=str(number), sampling=Sampling(max_tokens=99))
+        for engine in self.engines:
+            engine.begin(Step(step=0, starts=(start,), sequences=()))
+
+    def run(self, step: Step, tables: dict[str, list[int]]) -> StepResult | None:
+        """Run a step through all stages."""
+        return [engine.run(step, tables, {}, None) for engine in self.engines][-1]
+
+
+@pytest.mark.parametrize("stages", [WHOLE, TWO], ids=["whole", "two stages"])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 1), ("opt", 2), ("mistral", 3)])
 def test_replayed_steps_give_the_tokens_of_transformers(
-    family: str, seed: int, replayed: list[int], tmp_path: Path
+    family: str, seed: int, stages: tuple[StageShape, ...], replayed: list[int], tmp_path: Path
 ) -> None:
     """Steps of random chunks of random requests, in any order, some of which end in no token, with one
     request that begins anew halfway, in other blocks."""
@@ -149,17 +181,17 @@ def test_replayed_steps_give_the_tokens_of_transformers(
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
     expected = greedy(folder, prompts, TOKENS)
-    engine = engine_of(folder)
+    pipeline = Pipeline(folder, stages)
     free = list(range(BLOCKS))
     rng.shuffle(free)
     texts, done, tables = [list(prompt) for prompt in prompts], [0] * len(prompts), {}
     for number in range(len(prompts)):
-        begin(engine, number, tables)
+        pipeline.begin(number, tables)
     steps, again = 0, rng.randrange(len(prompts))
     while any(len(text) < len(prompt) + TOKENS for text, prompt in zip(texts, prompts, strict=True)):
         if steps == 9:  # it was preempted
             free = [*tables[str(again)], *free]
-            begin(engine, again, tables)
+            pipeline.begin(again, tables)
             done[again] = 0
         live = [n for n, text in enumerate(texts) if len(text) < len(prompts[n]) + TOKENS]
         rng.shuffle(live)
@@ -178,25 +210,18 @@ def test_replayed_steps_give_the_tokens_of_transformers(
                 )
             )
             done[number] = end
-        result = engine.run(Step(step=1, starts=(), sequences=tuple(sequences)), tables, {}, None)
+        result = pipeline.run(Step(step=1, starts=(), sequences=tuple(sequences)), tables)
         assert result is not None
         sampled = [int(each.request_id) for each in sequences if each.samples]
         for number, token in zip(sampled, result.tokens, strict=True):
             texts[number].append(token)
         steps += 1
     assert [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)] == expected
-    assert len(replayed) == steps > 20
-
-
-def begin(engine: TorchEngine, number: int, tables: dict[str, list[int]]) -> None:
-    """Have the engine know a request, in no block yet."""
-    tables[str(number)] = []
-    start = SequenceStart(request_id=str(number), sampling=Sampling(max_tokens=99))
-    engine.begin(Step(step=0, starts=(start,), sequences=()))
+    assert len(replayed) == len(stages) * steps > 20
 
 
 def test_larger_steps_and_longer_contexts_are_not_replayed(replayed: list[int], tmp_path: Path) -> None:
-    engine = engine_of(WRITERS["llama"](tmp_path / "llama"))
+    engine = engine_of(WRITERS["llama"](tmp_path / "llama"), WHOLE)
     made = engine._runner._graphs
 
     def sequences(*shapes: tuple[int, int]) -> list[SequenceStep]:
