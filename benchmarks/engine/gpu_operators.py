@@ -44,13 +44,14 @@ def main() -> None:
     """Write three tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument(
-        "--gpu", default=torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
-    )
+    parser.add_argument("--gpu", help="what the cluster file calls the card")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU")
+    gpu = arguments.gpu or torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name, rows in {"gemm": products, "decode_attention": decodes, "prefill_attention": prefills}.items():
-        began, path = time.monotonic(), arguments.output / f"{arguments.gpu}_{name}.csv"
+        began, path = time.monotonic(), arguments.output / f"{gpu}_{name}.csv"
         found = list(rows())
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(found[0]))

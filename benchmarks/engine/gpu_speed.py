@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="where the time of our steps goes")
     parser.add_argument("--alone", action="store_true", help="without transformers")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU")
     limits = Limits.measured()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     print(f"copy {limits.bytes_s / 1e12:.2f} TB/s, product {limits.flops_s / 1e12:.0f} TFLOP/s", flush=True)

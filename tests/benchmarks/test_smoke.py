@@ -66,6 +66,8 @@ SMALL = {
 """Options by script. ELSEWHERE has the scripts that need something to be fetched first."""
 ELSEWHERE = {
     "docs_figures": "test_docs.py",
+    "engine.gpu_operators": "needs a GPU",
+    "engine.gpu_speed": "needs a GPU",
     "engine.sides.limits": "engine.engine_speed runs it",
     "engine.sides.our_engine": "engine.engine_speed runs it",
     "engine.sides.transformers_generate": "engine.engine_speed runs it",

@@ -29,6 +29,7 @@ ENGINE = EngineOptions(
     emulate_links=True,
     kv_scale=3.0,
     measure_heads=True,
+    cuda_devices=2,
 )
 FRONT = FrontOptions(
     queue_limit=5,
