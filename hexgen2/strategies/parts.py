@@ -18,11 +18,11 @@ from hexgen2.search.neighbourhoods import improve_neighbourhoods
 from hexgen2.search.partition.by_parts import groups_by_parts
 from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.planning.classes import LARGE
-from hexgen2.search.problem import ROLES, Phases
+from hexgen2.search.problem import ROLES, Phases, Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 
-STARTS, ROUNDED = 0.55, 0.3
+STARTS, ROUNDED = 0.8, 0.3
 """The share of the time left that there is for starts at least, and that of it in which the linear program is
 rounded."""
 STARTS_UNTIL, FIRST_UNTIL = 0.6, 0.8
@@ -205,14 +205,16 @@ def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
         evaluator.relaxed.stop = partial(stopping.spent, until)
         found = evaluator.relaxed.start(roles=ROLES["colocated"])
         state.offer(evaluator.with_phases("colocated").evaluate(found), "start from the linear program")
-    by_then = until - ROUNDED * (until - began)
-    found = groups_by_parts(evaluator, partial(stopping.spent, by_then), partial(_left_s, stopping, by_then))
-    state.offer(evaluator.evaluate(found), "start by parts")
-    evaluator.relaxed.stop = partial(stopping.spent, until)
+    evaluator.relaxed.stop = partial(stopping.spent, began + ROUNDED * (until - began))
     if phases == "flexible":  # Quicker, since no colocated group has to be planned.
         _offer_rounded(state, "disaggregated")
     if phases != "flexible" or evaluator.relaxed.list_columns():
         _offer_rounded(state, phases)
+    known = state.incumbent.best.solution if state.incumbent.best else Solution()
+    found = groups_by_parts(
+        evaluator, partial(stopping.spent, until), partial(_left_s, stopping, until), known
+    )
+    state.offer(evaluator.evaluate(found), "start by parts")
 
 
 def _offer_rounded(state: SearchState, phases: Phases) -> None:

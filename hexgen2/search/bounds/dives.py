@@ -25,8 +25,8 @@ Found = tuple[float, np.ndarray]
 """The value of a program, and how many groups [n] of each kind are formed."""
 
 
-def dive(arrays: Arrays, groups: Sequence[NodeCounts], gpus: Mapping[int, float]) -> np.ndarray:
-    """[n] how many of each group to form.
+def dive(arrays: Arrays, groups: Sequence[NodeCounts], gpus: Mapping[int, float]) -> tuple[float, np.ndarray]:
+    """What the program is worth then, and [n] how many of each group to form.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def dive(arrays: Arrays, groups: Sequence[NodeCounts], gpus: Mapping[int, float]
         _upwards(_Dive(arrays, groups, gpus), np.ones(len(groups))),
         _upwards(_Dive(arrays, groups, gpus), np.sqrt(sizes)),
     ]
-    return greatest(found, lambda each: each[0])[0][1]
+    return greatest(found, lambda each: each[0])[0]
 
 
 class _Dive:

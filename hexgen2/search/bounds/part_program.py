@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ TIE = 0.005
 are very many groups, they are taken to work for themselves."""
 CLOSE, BRANCHES, LONGEST_S = 0.005, 200, 20.0
 """The integer program ends at this gap, after so many branches, or (should they take too long) seconds."""
+FEWEST_S = 0.25
+"""With fewer seconds, it is not begun."""
 
 
 @dataclass(frozen=True)
@@ -252,16 +255,20 @@ class PartProgram:
         )
 
     def solve(self, time_s: float | None = None) -> Solution:
-        """The groups of the best solution found (none, if there is none) within so many seconds."""
-        most = {k: self._most(k) for k in range(len(self._groups))}
+        """The groups of the best solution found (none, if there is none) within about so many seconds: in a
+        short time, rounding the linear program (dives.py) finds better ones than the integer program."""
+        most, rounded, began = {k: self._most(k) for k in range(len(self._groups))}, None, time.monotonic()
+        if time_s is not None:
+            gpus = {node: self._limits[row][1] for node, row in self._gpu_row.items()}
+            rounded = dive(self._arrays(), [each.group.counts for each in self._groups], gpus)
+            time_s -= time.monotonic() - began
+            if time_s < FEWEST_S:
+                return self._formed(rounded[1])
         limit_s = LONGEST_S if time_s is None else time_s
         found = solve_whole(*self._arrays(), most, CLOSE, BRANCHES, limit_s)
+        if rounded is not None and rounded[0] >= found.value:
+            return self._formed(rounded[1])
         return self._formed(found.x[: len(most)])
-
-    def dive(self) -> Solution:
-        """The groups that rounding the linear program gives (dives.py): for less time than solve needs."""
-        gpus = {node: self._limits[row][1] for node, row in self._gpu_row.items()}
-        return self._formed(dive(self._arrays(), [each.group.counts for each in self._groups], gpus))
 
     def _formed(self, amounts: np.ndarray) -> Solution:
         """So many of each group [n], which are whole numbers but for rounding."""

@@ -6,6 +6,7 @@ them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,30 +21,36 @@ WORTH = 0.95
 """Groups that are worth so much at a program's duals, beside what their GPUs cost, are considered."""
 MOST_WHOLE = 250
 """And so many at most by the integer program."""
-MOST_S, FEWEST_S = 2.0, 0.5
-"""Seconds for a part, where there is a time limit; with fewer, its linear program is rounded, which is better
-than what the integer program has found by then."""
+MOST_S = 2.0
+"""Seconds for a part, where there is a time limit."""
 
 
 def groups_by_parts(
     evaluator: Evaluator,
     stop: Callable[[], bool],
     time_left_s: Callable[[], float | None],
+    otherwise: Solution,
 ) -> Solution:
-    """The groups of all parts; of those only that there was time for.
+    """The groups of all parts; of those that there was no time for, the groups that another solution has
+    there.
 
     Parameters
     ----------
     stop : whether it is time to do with the parts so far
     time_left_s : seconds that there are for all parts left; none without a time limit
+    otherwise : the other solution
     """
     parts, known = evaluator.parts, dict[tuple, Solution]()
     groups: list[Group] = []
     for done, nodes in enumerate(parts):
         if stop():
+            left = {node for part in parts[done:] for node in part}
+            groups += [each for each in otherwise.groups if all(node in left for node, _ in each.counts)]
             break
         left_s = time_left_s()
-        share_s = None if left_s is None else min(MOST_S, left_s / (len(parts) - done))
+        share_s = None
+        if left_s is not None:  # A program takes longer, the more nodes there are.
+            share_s = min(MOST_S, left_s * len(nodes) / sum(map(len, parts[done:])))
         key, order = _likeness(evaluator.problem, nodes)
         if key not in known:
             found = groups_within(evaluator, nodes, share_s, stop)
@@ -61,7 +68,7 @@ def groups_within(
 ) -> Solution:
     """The groups on these nodes, as if there were no others; within time_s if that is given, and stop as for
     groups_by_parts."""
-    relaxed, problem = evaluator.relaxed, evaluator.problem
+    relaxed, problem, began = evaluator.relaxed, evaluator.problem, time.monotonic()
     classes, place = relaxed.classes.within(nodes)
     here = (column for column in relaxed.columns if column.planned and _within(column, place))
     moved = (
@@ -84,8 +91,8 @@ def groups_within(
     able = [everyone[k] for k in sorted(greatest_first(hopeful, worth.__getitem__)[:MOST_WHOLE])]
     if not able:
         return Solution()
-    program = PartProgram(classes.problem, nodes, able)
-    return program.solve(time_s) if time_s is None or time_s >= FEWEST_S else program.dive()
+    left_s = None if time_s is None else time_s - (time.monotonic() - began)
+    return PartProgram(classes.problem, nodes, able).solve(left_s)
 
 
 def _within(column: Column, place: Mapping[int, int]) -> bool:

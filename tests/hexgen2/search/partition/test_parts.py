@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -17,15 +18,17 @@ from scipy.sparse import csr_array
 from benchmarks.search.ordinary import FAMILIES, drawn
 from cluster_specs.schema import ClusterSpec
 from hexgen2.checks import verify
+from hexgen2.search.bounds import part_program
 from hexgen2.search.bounds.part_program import PartProgram, candidates
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.linear_program import solve_whole
+from hexgen2.search.linear_program import Optimum, solve_whole
 from hexgen2.search.neighbourhoods import improve_neighbourhoods
+from hexgen2.search.partition import by_parts
 from hexgen2.search.partition.by_parts import groups_by_parts, groups_within
 from hexgen2.search.partition.parts import ROOM, average_linkage, leaves_of, near_parts
 from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.planning.classes import LARGE
-from hexgen2.search.problem import Problem, Solution, make_problem
+from hexgen2.search.problem import Group, Problem, Solution, make_problem
 from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.exact import search as search_exactly
@@ -147,7 +150,7 @@ def test_rounding_a_part_comes_close_to_its_integer_program(
     relaxed = evaluator.relaxed
     everyone = candidates(relaxed.columns, relaxed.classes, evaluator.planner)
     program = PartProgram(problem, nodes, everyone)
-    rounded, best = program.dive(), program.solve()
+    rounded, best = program.solve(0.0), program.solve()
     assert _within(problem, rounded)
     assert evaluator.evaluate(rounded).req_s >= share * evaluator.evaluate(best).req_s > 0
 
@@ -155,10 +158,38 @@ def test_rounding_a_part_comes_close_to_its_integer_program(
 def test_parts_are_rounded_where_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _problem("racks", 64, 5, model="llama-3-8b")
     evaluator = Evaluator(problem)
-    monkeypatch.setattr(PartProgram, "solve", lambda *_: pytest.fail("an integer program"))
-    found = groups_by_parts(evaluator, lambda: False, lambda: 0.1)
+    monkeypatch.setattr(part_program, "solve_whole", lambda *_: pytest.fail("an integer program"))
+    found = groups_by_parts(evaluator, lambda: False, lambda: 0.1, Solution())
     assert _within(problem, found)
     assert evaluator.evaluate(found).req_s > 0.7 * evaluator.relaxed.upper_bound().req_s
+
+
+def test_an_integer_program_that_is_cut_short_is_no_worse_than_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = _problem("racks", 64, 5, model="llama-3-8b")
+    evaluator = Evaluator(problem)
+    rounded = groups_by_parts(evaluator, lambda: False, lambda: 0.0, Solution())
+    nothing = Optimum(0.0, math.inf, np.zeros(5000), np.zeros(0))
+    monkeypatch.setattr(part_program, "solve_whole", lambda *_: nothing)
+    assert groups_by_parts(evaluator, lambda: False, lambda: 100.0, Solution()) == rounded
+
+
+def test_parts_without_time_get_the_groups_of_another_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that do not reach into a part that has its own."""
+    problem = _problem("racks", 64, 5, model="llama-3-8b")
+    evaluator = Evaluator(problem)
+    first, *rest = evaluator.parts
+    left = [node for part in rest for node in part]
+    inside = Group("colocated", ((left[0], 1), (left[1], 1)))
+    across = Group("colocated", ((first[0], 1), (left[2], 1)))
+    own = groups_within(evaluator, first)
+    monkeypatch.setattr(by_parts, "groups_within", lambda *_: done.append(own) or own)
+    done = list[Solution]()
+    found = groups_by_parts(evaluator, lambda: bool(done), lambda: 0.0, Solution((inside, across)))
+    assert inside in found.groups and across not in found.groups
+    others = [each for each in found.groups if each is not inside]
+    assert others and all(node in first for each in others for node, _ in each.counts)
 
 
 @pytest.mark.parametrize("family", ["racks", "boxes"])
@@ -188,7 +219,7 @@ def test_parts_that_correspond_have_the_same_groups() -> None:
         }
     )
     problem = make_problem(spec, "llama-2-70b", "HPLD", phases="flexible")
-    found = groups_by_parts(Evaluator(problem), lambda: False, lambda: None)
+    found = groups_by_parts(Evaluator(problem), lambda: False, lambda: None, Solution())
     shifted = [
         sorted(
             (g.role, tuple((n - k, c) for n, c in g.counts))
