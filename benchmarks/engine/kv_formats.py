@@ -157,7 +157,7 @@ class Sequences:
         batch = Batch.make(self.attention, tokens.tolist(), offsets, self._tables, [True] * self.count)
         batch = replace(batch, sampled=torch.arange(tokens.numel()))
         self.length += tokens.shape[1]
-        logits = self.stage.logits(self.stage.forward(batch, None, lambda _: None), batch)
+        logits = self.stage.logits(self.stage.forward(batch, None), batch)
         assert logits is not None
         return logits.view(*tokens.shape, -1)
 

@@ -23,8 +23,8 @@ from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 
 STARTS, ROUNDED = 0.8, 0.3
-"""The share of the time left that there is for starts at least, and that of it in which the linear program is
-rounded."""
+"""The share of the time left that there is for starts at least, and that of it after which the linear program
+is rounded no more; the parts by themselves get the rest."""
 STARTS_UNTIL, FIRST_UNTIL = 0.6, 0.8
 """Shares of the time limit after which a flexible search does with the starts so far, and turns to pure
 phases for comparison."""

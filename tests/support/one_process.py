@@ -39,7 +39,7 @@ def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0, kv: str = "
     for first, end in ((0, cut), (cut, None)) if cut else ((0, None),):
         parts = [prompt[first:end] for prompt in prompts]
         batch = Batch.make(attention, parts, [first] * len(parts), tables, [True] * len(parts))
-        logits = stage.logits(stage.forward(batch, None, lambda layer: None), batch)
+        logits = stage.logits(stage.forward(batch, None), batch)
     assert logits is not None
     return logits
 

@@ -257,15 +257,16 @@ class PartProgram:
     def solve(self, time_s: float | None = None) -> Solution:
         """The groups of the best solution found (none, if there is none) within about so many seconds: in a
         short time, rounding the linear program (dives.py) finds better ones than the integer program."""
-        most, rounded, began = {k: self._most(k) for k in range(len(self._groups))}, None, time.monotonic()
+        most, arrays = {k: self._most(k) for k in range(len(self._groups))}, self._arrays()
+        rounded, began = None, time.monotonic()
         if time_s is not None:
             gpus = {node: self._limits[row][1] for node, row in self._gpu_row.items()}
-            rounded = dive(self._arrays(), [each.group.counts for each in self._groups], gpus)
+            rounded = dive(arrays, [each.group.counts for each in self._groups], gpus)
             time_s -= time.monotonic() - began
             if time_s < FEWEST_S:
                 return self._formed(rounded[1])
         limit_s = LONGEST_S if time_s is None else time_s
-        found = solve_whole(*self._arrays(), most, CLOSE, BRANCHES, limit_s)
+        found = solve_whole(*arrays, most, CLOSE, BRANCHES, limit_s)
         if rounded is not None and rounded[0] >= found.value:
             return self._formed(rounded[1])
         return self._formed(found.x[: len(most)])

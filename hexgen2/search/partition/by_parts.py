@@ -41,11 +41,9 @@ def groups_by_parts(
     otherwise : the other solution
     """
     parts, known = evaluator.parts, dict[tuple, Solution]()
-    groups: list[Group] = []
-    for done, nodes in enumerate(parts):
+    groups, done = list[Group](), 0
+    for nodes in parts:
         if stop():
-            left = {node for part in parts[done:] for node in part}
-            groups += [each for each in otherwise.groups if all(node in left for node, _ in each.counts)]
             break
         left_s = time_left_s()
         share_s = None
@@ -56,7 +54,12 @@ def groups_by_parts(
             found = groups_within(evaluator, nodes, share_s, stop)
             place = {node: k for k, node in enumerate(order)}
             known[key] = _moved(found, place)
-        groups += _moved(known[key], dict(enumerate(order))).groups
+        own = _moved(known[key], dict(enumerate(order))).groups
+        if not own and stop():  # It was cut short.
+            break
+        groups, done = [*groups, *own], done + 1
+    left = {node for part in parts[done:] for node in part}
+    groups += [each for each in otherwise.groups if all(node in left for node, _ in each.counts)]
     return Solution(tuple(groups))
 
 

@@ -40,7 +40,7 @@ class RangeRunner(StageRunner):
                 count = sum(len(each.tokens) for each in members)
                 hidden = came[:count] if hidden is None else torch.cat([hidden, came[:count]])
                 came = came[count:]
-            hidden = stage.forward(batch, hidden, lambda _: None, range(first, end))
+            hidden = stage.forward(batch, hidden, part=range(first, end))
         assert hidden is not None
         if stage.rank.is_last:
             computed = hidden

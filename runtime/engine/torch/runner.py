@@ -108,7 +108,7 @@ class StageRunner:
             hidden = found
         else:
             batch = self._batch(sequences, tables, windowed_tables)
-            hidden = stage.forward(batch, hidden, on_layer or _nothing)
+            hidden = stage.forward(batch, hidden, on_layer)
             if collectives.rank.is_last:
                 computed = hidden
                 return self._result(step, lambda: stage.logits(computed, batch))
@@ -193,10 +193,6 @@ class StageRunner:
             [tables[sequence.request_id] for sequence in sequences],
             [sequence.samples for sequence in sequences],
         )
-
-
-def _nothing(layer: int) -> None:
-    """Nobody waits for a layer."""
 
 
 def _sampled(

@@ -220,6 +220,16 @@ def test_replayed_steps_give_the_tokens_of_transformers(
     assert len(replayed) == len(stages) * steps > 20
 
 
+def test_tables_may_have_more_blocks_than_are_replayed() -> None:
+    """A request may have blocks for more tokens than the longest context of a graph."""
+    tables, long = graphs.BlockTables(2, 3, torch.device("cpu")), [5, 6, 7, 8]
+    tables.put([[1], long])
+    assert tables.device.tolist() == [[1, 0, 0], [5, 6, 7]]
+    long.append(9)
+    tables.put([[2, 3], long])
+    assert tables.device.tolist() == [[2, 3, 0], [5, 6, 7]]
+
+
 def test_larger_steps_and_longer_contexts_are_not_replayed(replayed: list[int], tmp_path: Path) -> None:
     engine = engine_of(WRITERS["llama"](tmp_path / "llama"), WHOLE)
     made = engine._runner._graphs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -132,14 +132,17 @@ class GpuAttention(Attention):
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         keys, values = self.cache.keys_values(layer)
         block_tokens = self.cache.block_tokens
+        how: dict[str, Any] = {
+            "window": scoring.window,
+            "scale": scoring.scale,
+            "cap": scoring.cap,
+            "sinks": scoring.sinks,
+        }
         if (one := plan.decodes) is not None:
             kernels.attend_paged(
                 *(query, keys, values, one.rows, one.tables, one.contexts, block_tokens, output),
                 splits=one.splits,
-                window=scoring.window,
-                scale=scoring.scale,
-                cap=scoring.cap,
-                sinks=scoring.sinks,
+                **how,
             )
         if (some := plan.chunks) is None:
             return output.flatten(1)
@@ -155,10 +158,7 @@ class GpuAttention(Attention):
             kernels.attend_tiles(
                 *(query, keys, values, some.tiles, some.tables, block_tokens, output),
                 tile_tokens=TILE_TOKENS,
-                window=scoring.window,
-                scale=scoring.scale,
-                cap=scoring.cap,
-                sinks=scoring.sinks,
+                **how,
             )
         return output.flatten(1)
 

@@ -50,7 +50,7 @@ class BlockTables:
         """Have these in the first lines. A table only grows; one that begins anew is another object."""
         known, changed = self._known, False
         for line, table in enumerate(tables):
-            count = len(table)
+            count = min(len(table), self.device.shape[1])  # It may have room for more than is replayed.
             if line < len(known):
                 before, there = known[line]
                 if before is table and there == count:
@@ -60,7 +60,7 @@ class BlockTables:
             else:
                 first = 0
                 known.append((table, count))
-            self._here[line, first:count] = table[first:]
+            self._here[line, first:count] = table[first:count]
             self._width, changed = max(self._width, count), True
         if changed:
             some = np.ascontiguousarray(self._here[: len(tables), : self._width])
@@ -198,7 +198,7 @@ class StepGraphs:
             if each.samples:
                 ends.append(row - 1)
         self._numbers[:, :size].copy_(torch.from_numpy(numbers))
-        few = np.zeros((3, max(self._decoding.shape[1], 1)), dtype=np.int64)
+        few = np.zeros(self._decoding.shape, dtype=np.int64)
         if decodes:
             few[:2, : len(decodes)] = np.array(decodes).T
         few[2, : len(ends)] = ends
@@ -237,14 +237,14 @@ class StepGraphs:
         """Run a step, and leave its activations, or, in the last stage, its logits."""
         stage = self._stage
         entering = None if self._entering is None else self._entering[: len(batch.tokens)]
-        found: torch.Tensor | None = stage.forward(batch, entering, _nothing)
+        found: torch.Tensor | None = stage.forward(batch, entering)
         if stage.rank.is_last and found is not None:
             found = stage.logits(found, batch)
         assert found is not None
         self._output[: len(found)].copy_(found)
 
     def _batch(self, size: int, is_mixed: bool) -> Batch:
-        """A step whose numbers are where `_put_numbers` writes them."""
+        """A step whose numbers are where `_put_decodes` and `_put_mixed` write them."""
         tokens, positions, slots, contexts = (line[:size] for line in self._numbers)
         count, rows, chunks = min(size, self._most), self._rows[:size], None
         splits, sampled = self._attention.splits(count), rows
@@ -265,7 +265,3 @@ class StepGraphs:
             attention=self._attention,
             _plans=dict.fromkeys({None, *self._stage.windows}, Plan(decodes, chunks)),
         )
-
-
-def _nothing(layer: int) -> None:
-    """Nobody waits for a layer."""

@@ -63,7 +63,7 @@ def step_bytes(stage: DecoderStage, config: Configure) -> int:
         hidden = None
         if not stage.rank.is_first:
             hidden = torch.zeros((tokens, stage.spec.hidden), dtype=stage.dtype, device=device)
-        found = stage.forward(batch, hidden, lambda layer: None)
+        found = stage.forward(batch, hidden)
         if stage.rank.is_last:
             rows = torch.zeros(config.max_batch, dtype=torch.int64, device=device)
             logits = stage.logits(found, replace(batch, sampled=rows))

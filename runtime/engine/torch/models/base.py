@@ -109,7 +109,7 @@ class DecoderStage(ABC):
         self,
         batch: Batch,
         hidden: torch.Tensor | None,
-        on_layer: Callable[[int], None],
+        on_layer: Callable[[int], None] | None = None,
         part: range | None = None,
     ) -> torch.Tensor:
         """Run the stage's layers.
@@ -117,7 +117,8 @@ class DecoderStage(ABC):
         Parameters
         ----------
         hidden : [tokens, hidden] from the layers before; None: the embedding of the batch's tokens
-        on_layer : called with each global layer number once its keys and values are in the caches
+        on_layer : called with each global layer number once its keys and values are in the caches; None:
+            nobody waits for them
         part : some of the layers; None: all
         """
         if hidden is None:
@@ -125,7 +126,8 @@ class DecoderStage(ABC):
         self._begin(batch)
         for number in self.layers if part is None else part:
             hidden = self.layers[number](hidden, batch)
-            on_layer(number)
+            if on_layer is not None:
+                on_layer(number)
         return hidden
 
     def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
