@@ -1,5 +1,6 @@
 """Linear programs, solved by OR-tools' GLOP (simplex), which is quick where they are small and solved again
-and again; and integer programs, solved by HiGHS (branch and cut)."""
+and again, or by HiGHS where little changes from one time to the next; and integer programs, solved by HiGHS
+(branch and cut)."""
 
 from __future__ import annotations
 
@@ -129,6 +130,59 @@ class LinearProgram:
             return None
         value, duals = solver.objective_value(), np.asarray(solver.dual_values())
         return Optimum(value, value, np.asarray(solver.variable_values()), duals)
+
+
+class WarmProgram:
+    """The same program, solved by HiGHS, which begins where it ended the last time: quicker, if little has
+    changed since. After a change of the optimum's ties, it may be another optimum than LinearProgram's.
+
+    Parameters
+    ----------
+    gain, matrix, row_least, row_most : as of LinearProgram
+    """
+
+    def __init__(
+        self, gain: np.ndarray, matrix: SparseRows, row_least: np.ndarray, row_most: np.ndarray
+    ) -> None:
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(gain), len(row_least)
+        lp.sense_ = highspy.ObjSense.kMaximize
+        self._least, self._most, self._gain = np.zeros(len(gain)), np.full(len(gain), math.inf), gain.copy()
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = self._gain, self._least, self._most
+        lp.row_lower_, lp.row_upper_ = row_least, row_most
+        set_rows(lp, matrix)
+        # What is simplified first has no basis to begin with.
+        self._solver = make_highs(presolve="off")
+        self._solver.passModel(lp)
+        self._columns = np.arange(len(gain), dtype=np.int32)
+
+    def set_gain(self, column: int, gain: float) -> None:
+        """Change the gain of one variable."""
+        self._gain[column] = gain
+
+    def at_least(self, column: int, amount: float) -> None:
+        """From now on, x[column] is no less."""
+        self._least[column] = amount
+
+    def at_most(self, column: int, amount: float) -> None:
+        """From now on, x[column] is no more."""
+        self._most[column] = amount
+
+    def set_entries(self, column: int, rows: np.ndarray, values: np.ndarray) -> None:
+        """Change the entries of one variable in these rows [k], in which it had some before."""
+        for row, value in zip(rows.tolist(), values.tolist(), strict=True):
+            self._solver.changeCoeff(row, column, value)
+
+    def solve(self) -> Optimum | None:
+        """The optimum; None if there is none."""
+        size = len(self._columns)
+        self._solver.changeColsCost(size, self._columns, self._gain)
+        self._solver.changeColsBounds(size, self._columns, self._least, self._most)
+        self._solver.run()
+        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        value, found = float(self._solver.getInfo().objective_function_value), self._solver.getSolution()
+        return Optimum(value, value, np.array(found.col_value), np.array(found.row_dual))
 
 
 def solve_whole(

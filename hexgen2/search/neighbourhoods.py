@@ -28,30 +28,54 @@ MANY_GROUPS, CHANGES = 150, 8
 """Of more groups, so many neighbourhoods are changed at a time."""
 
 
-def improve_neighbourhoods(state: SearchState, seed: int) -> None:
-    """Improve the best solution, a neighbourhood at a time, until the state is finished or all parts and as
-    many neighbourhoods drawn at random in a row brought nothing. Of very many groups, several neighbourhoods
-    that have no node in common change before the whole is evaluated."""
-    if state.incumbent.best is None:
-        return
-    rng = np.random.default_rng(seed)
-    idle, count = 0, 2 * len(state.evaluator.parts)
-    changes: list[_Change] = []
-    for nodes in _neighbourhoods(state.evaluator, rng):
-        if state.finished() or idle >= count:
-            break
-        if any(node in changed.nodes for changed in changes for node in nodes):
-            idle = 0 if _made(state, changes) else idle
-            changes = []
-        found = _change(state, nodes, int(rng.integers(2**31)))
-        idle += 1
-        if found is not None:
-            changes.append(found)
-        at_once = 1 if len(state.incumbent.best.solution.groups) <= MANY_GROUPS else CHANGES
-        if len(changes) >= at_once:
-            idle = 0 if _made(state, changes) else idle
-            changes = []
-    _made(state, changes)
+class Neighbourhoods:
+    """Improves the best solution of a state, a neighbourhood at a time. Of very many groups, several
+    neighbourhoods that have no node in common change before the whole is evaluated.
+
+    Attributes
+    ----------
+    exhausted : whether all parts and as many neighbourhoods drawn at random in a row brought nothing
+    """
+
+    def __init__(self, state: SearchState, seed: int) -> None:
+        self._state, self._rng = state, np.random.default_rng(seed)
+        self._left = _neighbourhoods(state.evaluator, self._rng)
+        self._idle, self._most_idle = 0, 2 * len(state.evaluator.parts)
+
+    @property
+    def exhausted(self) -> bool:
+        return self._idle >= self._most_idle
+
+    def begin_again(self) -> None:
+        """Now that the best is another one, nothing is exhausted."""
+        self._idle = 0
+
+    def improve(self, effort: float) -> bool:
+        """Improve neighbourhoods until the state is finished, or so much effort brought nothing; whether it
+        brought something."""
+        state, changes, gained, since = self._state, list[_Change](), False, self._state.effort
+        while not state.finished() and (best := state.incumbent.best) is not None:
+            nodes = next(self._left)
+            if any(node in changed.nodes for changed in changes for node in nodes) and self._make(changes):
+                gained, since = True, state.effort
+            found = _change(state, nodes, int(self._rng.integers(2**31)))
+            self._idle += 1
+            if found is not None:
+                changes.append(found)
+            at_once = 1 if len(best.solution.groups) <= MANY_GROUPS else CHANGES
+            if len(changes) >= at_once and self._make(changes):
+                gained, since = True, state.effort
+            if state.effort - since >= effort or self.exhausted:
+                break
+        return self._make(changes) or gained
+
+    def _make(self, changes: list[_Change]) -> bool:
+        """Make these changes, and forget them; whether the best solution is better with them."""
+        made = _made(self._state, changes)
+        changes.clear()
+        if made:
+            self._idle = 0
+        return made
 
 
 class _Change(NamedTuple):

@@ -71,7 +71,7 @@ FORMULA_ERROR = 0.08
 """By so much formulas may be kinder to some phases than to others."""
 FOR_THE_PROMISE = 0.4
 """Share of the time limit that is kept for simulations where a promise within targets rests on them."""
-OUTPUT_S, OUTPUT_S_PER_GPU, MOST_FOR_OUTPUT = 0.05, 0.0015, 0.3
+OUTPUT_S, OUTPUT_S_PER_GPU, MOST_FOR_OUTPUT = 0.05, 0.0012, 0.3
 """Seconds kept for building, checking and printing a placement, at most this share of the time limit."""
 
 Strategy = Callable[[Problem, SearchOptions], Placement]

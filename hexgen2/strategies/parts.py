@@ -3,6 +3,7 @@ the other (search/neighbourhoods.py), instead of all groups at once. Beyond the 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,17 +15,21 @@ from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
-from hexgen2.search.neighbourhoods import improve_neighbourhoods
+from hexgen2.search.neighbourhoods import Neighbourhoods
 from hexgen2.search.partition.by_parts import groups_by_parts
 from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.planning.classes import LARGE
 from hexgen2.search.problem import ROLES, Phases, Solution
+from hexgen2.search.ruin_and_recreate import RuinAndRecreate
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 
 STARTS, ROUNDED = 0.8, 0.3
 """The share of the time left that there is for starts at least, and that of it after which the linear program
 is rounded no more; the parts by themselves get the rest."""
+NEAR_BOUND = 0.05
+"""With a time limit, parts are not looked at by themselves where the linear program's start comes this close
+to the bound: where KV caches need not stay near, it is the better one."""
 STARTS_UNTIL, FIRST_UNTIL = 0.6, 0.8
 """Shares of the time limit after which a flexible search does with the starts so far, and turns to pure
 phases for comparison."""
@@ -38,6 +43,8 @@ FIRST_BESIDE, BOUND_BESIDE = 0.82, 0.95
 pure phases, and waits for the bound."""
 PURE_BESIDE: dict[Phases, tuple[float, float]] = {"disaggregated": (0.48, 0.54), "colocated": (0.7, 0.79)}
 """What PURE_UNTIL says, in the background; then the bound is tightened there."""
+TURN = 60.0
+"""Effort without an improvement after which another way to improve the best has its turn."""
 AT_ONCE, MOST_AT_ONCE = 0.35, 400
 """The share of the time left in which the best start is refined as a whole, before neighbourhoods are; not on
 more GPUs."""
@@ -170,11 +177,34 @@ def _improve(state: SearchState, seed: int, starts_until: float, until: float) -
     try:
         if not state.started_by_parts:
             _offer_starts(state, whole, starts_until)
-        _refine_at_once(state)
-        improve_neighbourhoods(state, seed)
+        _alternate(state, seed)
     finally:
         whole.after(state.stopping)
         state.stopping = whole
+
+
+def _alternate(state: SearchState, seed: int) -> None:
+    """Improve the best solution in two ways by turns, until the state is finished or neither helps any more.
+    One that brought nothing in its turn gets half the effort in the next. After the first turn, the best is
+    refined as a whole."""
+    if state.incumbent.best is None or state.finished():
+        return
+    ways: list[RuinAndRecreate | Neighbourhoods] = [Neighbourhoods(state, seed)]
+    if state.evaluator.relaxed.list_columns():
+        # What the linear program knows helps most where KV caches need not stay near.
+        ways.insert(not state.incumbent.within(NEAR_BOUND), RuinAndRecreate(state, seed))
+    turn, refined = [TURN] * len(ways), False
+    for k in itertools.cycle(range(len(ways))):
+        if state.finished() or all(way.exhausted for way in ways):
+            break
+        if not ways[k].exhausted:
+            gained = ways[k].improve(turn[k])
+            turn[k] = TURN if gained else turn[k] / 2
+            for way in ways if gained else ():
+                way.begin_again()
+        if not refined:
+            _refine_at_once(state)
+            refined = True
 
 
 def _refine_at_once(state: SearchState) -> None:
@@ -210,6 +240,8 @@ def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
         _offer_rounded(state, "disaggregated")
     if phases != "flexible" or evaluator.relaxed.list_columns():
         _offer_rounded(state, phases)
+    if stopping.time_limit_s is not None and state.incumbent.within(NEAR_BOUND):
+        return
     known = state.incumbent.best.solution if state.incumbent.best else Solution()
     found = groups_by_parts(
         evaluator, partial(stopping.spent, until), partial(_left_s, stopping, until), known

@@ -45,7 +45,7 @@ from hexgen2.placement import OPTIMAL
 from hexgen2.region import Point
 from hexgen2.search.bounds.columns import Column
 from hexgen2.search.bounds.upper_bounds import node_rates
-from hexgen2.search.linear_program import LinearProgram, Optimum, solve_whole
+from hexgen2.search.linear_program import LinearProgram, Optimum, WarmProgram, solve_whole
 from hexgen2.search.partition.coarsen import sums_by
 from hexgen2.search.planning.classes import NodeClasses
 from hexgen2.search.planning.shapes import partitions
@@ -236,6 +236,14 @@ class ConfigurationLP:
         program = LinearProgram(*self._arrays(columns, budget))
         return RelaxedGroups(program, self._first, len(columns))
 
+    def warm_groups(self, columns: Sequence[Column]) -> RelaxedGroups:
+        """The same, to be solved again and again with little changed."""
+        return RelaxedGroups(WarmProgram(*self._arrays(columns)), self._first, len(columns))
+
+    def capacity_entries(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
+        """Rows [n] and coefficients [n] of the matrix's column for one that is worth what it can do alone."""
+        return self._laid_out(column.alone).entries
+
     def solve(self, columns: Sequence[Column], budget: float = INFINITY) -> Relaxation:
         """The optimum over these columns, within a budget (US dollars per hour)."""
         return self.relaxed_groups(columns, budget).solve()
@@ -382,16 +390,29 @@ def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray,
 class RelaxedGroups:
     """The program, with columns that can be held to whole numbers of groups, one after the other."""
 
-    def __init__(self, program: LinearProgram, first: int, columns: int) -> None:
+    def __init__(self, program: LinearProgram | WarmProgram, first: int, columns: int) -> None:
         self._program, self._first, self._columns = program, first, columns
 
-    def break_ties(self, columns: Sequence[Column]) -> None:
+    def break_ties(self, columns: Sequence[Column], weights: np.ndarray | None = None) -> None:
         """From now on, of the solutions within TIE of the optimum take the one that weighs least: that of
-        groups on few nodes, which are easier to lay out, and by weights that no two of the program's columns
-        share, since otherwise the solver's pivots would choose. The value is then no bound."""
-        for k, (column, weight) in enumerate(zip(columns, spread(len(columns)).tolist(), strict=True)):
+        groups on few nodes, which are easier to lay out, and by weights [columns] that no two of the
+        program's columns share, since otherwise the solver's pivots would choose. The value is then no
+        bound."""
+        weights = spread(len(columns)) if weights is None else weights
+        for k, (column, weight) in enumerate(zip(columns, weights.tolist(), strict=True)):
             weight += len(column.pattern) - 1
             self._program.set_gain(self._first + k, -TIE * weight * column.capacity_req_s)
+
+    def set_capacity(self, column: int, entries: tuple[np.ndarray, np.ndarray]) -> None:
+        """Give a column, which is worth what it can do alone, other coefficients (`capacity_entries`)."""
+        assert isinstance(self._program, WarmProgram)
+        self._program.set_entries(self._first + column, *entries)
+
+    def free(self) -> None:
+        """From now on, as many groups of all columns as there is room for."""
+        for column in range(self._columns):
+            self._program.at_least(self._first + column, 0.0)
+            self._program.at_most(self._first + column, INFINITY)
 
     def at_least(self, column: int, groups: int) -> None:
         """From now on, no fewer groups of the column."""

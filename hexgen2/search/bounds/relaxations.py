@@ -13,6 +13,7 @@ import numpy as np
 
 from hexgen2.search.bounds.columns import Column, list_columns, undominated, with_its_plan
 from hexgen2.search.bounds.configuration_lp import ConfigurationLP, Relaxation
+from hexgen2.search.bounds.repairs import Repairs
 from hexgen2.search.bounds.rounding import lay_out, rounded
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
 from hexgen2.search.planning.classes import LARGE, few_classes, widest_span
@@ -28,6 +29,9 @@ no more."""
 AT_ONCE, MOST_AT_ONCE, FEW_AT_ONCE = 40, 160, 16
 """Groups planned before a program is solved again; up to the second where a bound is refined, the third on
 large clusters, where time may end it at any time."""
+NEARLY = 0.8
+"""Groups that bring so much of what their GPUs cost, at the duals, are among those that solutions are filled
+up with."""
 MOST_PLANNED = 2000
 """And before an integer program is solved."""
 
@@ -175,6 +179,14 @@ class Relaxations:
             inside = {which for which, members in enumerate(classes) if set(members) <= set(nodes)}
             columns = [c for c in columns if inside.issuperset(which for which, _ in c.pattern)]
         return rounded(self._lp, self.classes, columns, budget, pair_roles, self.stop)
+
+    def repairs(self) -> Repairs:
+        """What fills up solutions with groups that are worth about as much as the best mixture's."""
+        columns = _expected(self.columns)
+        found = self._lp.solve(columns)
+        worth = self._lp.worth(columns, found.duals) if len(found.duals) else np.ones(len(columns))
+        near = [columns[k] for k in np.flatnonzero(worth >= NEARLY).tolist()]
+        return Repairs(self._lp, self.classes, near, self._planner)
 
     def upper_bound(self, budget: float = math.inf) -> UpperBound:
         """The bound on any placement within the budget by the linear program; by the rates of single GPUs

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hexgen2.search.bounds.columns import Column
-from hexgen2.search.bounds.configuration_lp import ConfigurationLP
+from hexgen2.search.bounds.configuration_lp import ConfigurationLP, RelaxedGroups
 from hexgen2.search.planning.classes import NodeClasses
 from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
 from hexgen2.search.ties import first_largest, greatest, least
@@ -40,13 +40,34 @@ def rounded(
     pair_roles : see Layout
     stop : whether it is time to do with what is laid out so far
     """
-    layout, program = Layout(classes, pair_roles), lp.relaxed_groups(columns, budget)
+    if not columns:
+        return Solution()
+    program = lp.relaxed_groups(columns, budget)
     program.break_ties(columns)
-    placed, spent, reached = np.zeros(len(columns)), 0.0, False
-    left = set(range(len(columns)))
-    while len(columns):
+    prices = [lp.price_of(column) for column in columns]
+    return dive(program, columns, Layout(classes, pair_roles), np.zeros(len(columns)), prices, budget, stop)
+
+
+def dive(
+    program: RelaxedGroups,
+    columns: Sequence[Column],
+    layout: Layout,
+    placed: np.ndarray,
+    prices: Sequence[float] = (),
+    budget: float = math.inf,
+    stop: Callable[[], bool] = lambda: False,
+) -> Solution:
+    """The groups of a layout, and those that rounding the program adds; none if it has no solution.
+
+    Parameters
+    ----------
+    placed : [columns] groups of each that are laid out; then those of the solution
+    prices : of a group of each column, US dollars per hour; not needed without a budget
+    """
+    spent, reached, left = 0.0, False, set(range(len(columns)))
+    while True:
         relaxed = program.solve()
-        ahead = relaxed.amounts - placed
+        ahead, reached = relaxed.amounts - placed, reached or relaxed.value > 0
         if ahead.max() <= ROUNDING:
             break
         # All whole groups at once the first time, then the one that is most nearly whole.
@@ -54,7 +75,7 @@ def rounded(
         if not whole.any():
             whole[first_largest(ahead)] = 1
         for k in _largest_first(columns, whole):
-            price = lp.price_of(columns[k])
+            price = prices[k] if budget < math.inf else 0.0
             for _ in range(whole[k]):
                 if spent + price > budget * (1 + ROUNDING):
                     program.at_most(k, int(placed[k]))
@@ -67,7 +88,6 @@ def rounded(
                 placed[k] += 1
                 spent += price
             program.at_least(k, int(placed[k]))
-        reached = relaxed.value > 0
         if stop():
             break
     return layout.solution if reached else Solution()
@@ -91,10 +111,14 @@ def _largest_first(columns: Sequence[Column], amounts: np.ndarray) -> list[int]:
 
 class Layout:
     """Nodes that are being filled with groups. With pair_roles, a group goes where the other role has most
-    capacity to spare, behind the same uplink and in the same node, so that KV caches need not leave them."""
+    capacity to spare, behind the same uplink and in the same node, so that KV caches need not leave them.
+    Nodes are alike otherwise, and taken in an order [nodes]."""
 
-    def __init__(self, classes: NodeClasses, pair_roles: bool = False) -> None:
+    def __init__(
+        self, classes: NodeClasses, pair_roles: bool = False, order: Sequence[int] | None = None
+    ) -> None:
         self._classes, self._pair_roles = classes, pair_roles
+        self._order = range(len(classes.class_of)) if order is None else order
         self._free = [len(gpus) for gpus in classes.problem.node_gpus]
         # Of prefill capacity over decode capacity, requests/s: of nodes, and of what is behind uplinks.
         self._surplus = [0.0] * len(self._free)
@@ -117,6 +141,11 @@ class Layout:
         counts = self._room(column)
         if counts is None:
             return False
+        self.put(column, counts)
+        return True
+
+    def put(self, column: Column, counts: NodeCounts) -> None:
+        """Put a group of the column on these nodes, where there is room."""
         sign = _SIGN[column.role]
         for node, count in counts:
             self._free[node] -= count
@@ -126,7 +155,6 @@ class Layout:
             for uplink in self._uplinks[node]:
                 self._behind[uplink] += surplus
         self._groups.append(Group(column.role, counts))
-        return True
 
     def has_room(self, column: Column) -> bool:
         """Whether there are nodes with room for a group of the column."""
@@ -155,6 +183,6 @@ class Layout:
             near = greatest(free, slowest.__getitem__)
             near = least(near, lambda n: sign * math.fsum(self._behind[k] for k in self._uplinks[n]))
             spare = least(near, lambda n: sign * self._surplus[n])
-            taken.append(min(spare, key=lambda n: (self._free[n], n)))
+            taken.append(min(spare, key=lambda n: (self._free[n], self._order[n])))
         ordered = sorted(column.pattern, key=lambda part: -part[1])
         return counts_of({node: count for node, (_, count) in zip(taken, ordered, strict=True)})

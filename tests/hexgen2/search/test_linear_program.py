@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hexgen2.search import linear_program
-from hexgen2.search.linear_program import LinearProgram, implied_most, run
+from hexgen2.search.linear_program import LinearProgram, WarmProgram, implied_most, run
 from hexgen2.search.sparse_rows import SparseRows
 
 
@@ -85,3 +85,39 @@ def test_programs_are_the_same_filled_in_at_once(program):
         at_once = LinearProgram(*arguments)
     texts = [each._model.export_to_mps_string() for each in (one_by_one, at_once)]
     assert texts[0] == texts[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_warm_program_is_the_same_after_every_change(seed):
+    rng = np.random.default_rng(seed)
+    size, rows = 6, 4
+    matrix = SparseRows.dense(rng.uniform(0.1, 2.0, (rows, size)) * (rng.random((rows, size)) < 0.8))
+    gain, row_most = rng.uniform(0.0, 3.0, size), rng.uniform(1.0, 9.0, rows)
+    arrays = gain, matrix, np.full(rows, -math.inf), row_most
+    cold, warm = LinearProgram(*arrays, most=np.full(size, 20.0)), WarmProgram(*arrays)
+    for column in range(size):
+        warm.at_most(column, 20.0)
+    for _ in range(5):
+        column = int(rng.integers(size))
+        least, value = float(rng.choice([0.0, 0.3, 2.5])), float(rng.uniform(0.0, 3.0))
+        for program in (cold, warm):
+            program.at_least(column, least)
+            program.set_gain(column, value)
+        one, other = cold.solve(), warm.solve()
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert other.value == pytest.approx(one.value, abs=1e-7)
+
+
+def test_a_warm_program_takes_other_coefficients():
+    matrix = SparseRows.dense(np.array([[1.0, 1.0], [2.0, 0.0]]))
+    program = WarmProgram(np.array([1.0, 0.5]), matrix, np.full(2, -math.inf), np.array([4.0, 2.0]))
+    first = program.solve()
+    assert first is not None
+    assert first.x.tolist() == pytest.approx([1.0, 3.0])
+    assert first.duals.tolist() == pytest.approx([0.5, 0.25])
+    program.set_entries(0, np.array([0, 1]), np.array([1.0, 1.0]))
+    second = program.solve()
+    assert second is not None
+    assert second.x.tolist() == pytest.approx([2.0, 2.0])

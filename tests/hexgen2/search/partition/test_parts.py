@@ -22,7 +22,7 @@ from hexgen2.search.bounds import part_program
 from hexgen2.search.bounds.part_program import PartProgram, candidates
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.linear_program import Optimum, solve_whole
-from hexgen2.search.neighbourhoods import improve_neighbourhoods
+from hexgen2.search.neighbourhoods import Neighbourhoods
 from hexgen2.search.partition import by_parts
 from hexgen2.search.partition.by_parts import groups_by_parts, groups_within
 from hexgen2.search.partition.parts import ROOM, average_linkage, leaves_of, near_parts
@@ -256,7 +256,7 @@ def test_neighbourhoods_only_improve(family: str) -> None:
     start = evaluator.evaluate(whole_nodes(evaluator))
     state.offer(start, "start with whole nodes")
     state.spend(200, stale_effort=100)
-    improve_neighbourhoods(state, 0)
+    Neighbourhoods(state, 0).improve(10**9)
     best = state.incumbent.best
     assert best is not None
     assert best.req_s >= start.req_s
