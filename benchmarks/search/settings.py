@@ -1,10 +1,12 @@
 """Time `hexgen2 search` as a user runs it on the paper's settings: whole processes, start-up included.
 
-    python -m benchmarks.search.settings [--runs 3] [--certify] [--rivals 3] [--settings 1,5] [--csv FILE]
+    python -m benchmarks.search.settings [--runs 3] [--certify] [--limits 1,2] [--rivals 3] [--settings 1,5]
+           [--csv FILE]
 
 Covers every setting of HexGen-2, both of its models and its four offline workloads. Prints requests/s, the
 median seconds of a process, the gap to the bound with and without KV transfers, and whether all runs gave the
-same bytes. --certify adds the same figures for `hexgen2 search --certify`. --rivals N adds the best placement
+same bytes. --certify adds the same figures for `hexgen2 search --certify`, and --limits the share of those
+requests/s that is found with `--time-limit` so many seconds, and what the process took. --rivals N adds the best placement
 that any disaggregated strategy finds, including hexgen2 --certify with N other seeds, and the answer's share
 of it.
 """
@@ -83,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--certify", action="store_true")
+    parser.add_argument("--limits", default="", help="seconds, as in 1,2")
     parser.add_argument("--rivals", type=int, default=0)
     parser.add_argument("--settings", help="parts of their names, such as homogeneous,1")
     parser.add_argument("--csv", type=Path)
@@ -95,6 +98,10 @@ def main() -> None:
         if arguments.certify:
             certified = measure(cell, 1, "--certify")
             row |= {f"certified_{key}": certified[key] for key in ("req_s", "gap", "method", "seconds")}
+        for limit in filter(None, arguments.limits.split(",")):
+            limited, took = search(cell, "--time-limit", limit)
+            share = limited["throughput"]["req_s"] / row["req_s"] if limited else 0.0
+            row |= {f"share_in_{limit}_s": round(share, 4), f"took_of_{limit}_s": round(took, 2)}
         if arguments.rivals:
             rival, whose = best_of_rivals(cell, arguments.rivals)
             best = max(rival, row["req_s"], row.get("certified_req_s", 0.0))
@@ -103,10 +110,12 @@ def main() -> None:
             print(*row, sep="\t")
         rows.append(row)
         print(*row.values(), sep="\t", flush=True)
-    for key in ("seconds", "certified_seconds"):
-        if key in rows[0]:
-            times = [row[key] for row in rows]
-            print(f"{key}: median {statistics.median(times)}, worst {max(times)}")
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        if key in ("seconds", "certified_seconds") or key.startswith("took_of"):
+            print(f"{key}: median {statistics.median(values)}, worst {max(values)}")
+        elif key.startswith("share_in"):
+            print(f"{key}: mean {statistics.mean(values):.3f}, worst {min(values)}")
     if arguments.csv:
         write_csv(arguments.csv, rows)
 

@@ -61,8 +61,9 @@ second where the search goes part by part, which needs less time afterwards, if 
 PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
 """The share of the time limit after which such a search leaves planning groups for the bound to its end; it
 has the second for that in any case."""
-FIRST = 0.1
-"""Share of the time limit for a first answer of colocated replicas, and for one of the others."""
+FIRST = 0.15
+"""Share of the time limit for a first answer of colocated replicas, and for one of the others, from when
+start-up is over."""
 MANY_REPLICAS = 200
 """Of more, a first answer is one in which nobody works for others."""
 LOOK_S_PER_PLACE, MOST_FOR_A_LOOK = 0.01, 0.2
@@ -195,10 +196,10 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     certified : whether to solve the integer program, too
     simulated : whether the best will be simulated afterwards, within the same time limit
     """
-    evaluator = state.evaluator
+    evaluator, began = state.evaluator, state.stopping.spent_share
     for k, role in enumerate(("colocated", "decode"), 1):
         if role in evaluator.problem.roles:
-            first = whole_nodes(evaluator, role, partial(state.stopping.spent, k * FIRST))
+            first = whole_nodes(evaluator, role, partial(state.stopping.spent, began + k * FIRST))
             state.offer(_first_look(evaluator, first), "start with whole nodes")
     if simulated:
         _keep_time_for_a_look(state)

@@ -44,7 +44,7 @@ SMALL = {
     "search.same_answer": "--clusters 1 --disturb 1 --strategies vllm",
     "search.same_placements": f"--before {ROOT} --sample 2 --seed 1",
     "search.scale": "--gpus 64 --workloads HPHD --runs 1",
-    "search.settings": "--runs 1 --settings homogeneous",
+    "search.settings": "--runs 1 --settings homogeneous --limits 1",
     "search.strategies": "--settings hexgen2-case-study --strategies vllm distserve",
     "serving.chaos": "--fleet emulated --requests 20 --seconds 5 --front-end-deaths 0",
     "serving.coordination_cost": "--repeats 1 --steps 5",
