@@ -6,9 +6,9 @@
 Covers every setting of HexGen-2, both of its models and its four offline workloads. Prints requests/s, the
 median seconds of a process, the gap to the bound with and without KV transfers, and whether all runs gave the
 same bytes. --certify adds the same figures for `hexgen2 search --certify`, and --limits the share of those
-requests/s that is found with `--time-limit` so many seconds, and what the process took. --rivals N adds the best placement
-that any disaggregated strategy finds, including hexgen2 --certify with N other seeds, and the answer's share
-of it.
+requests/s that is found with `--time-limit` so many seconds, and what the process took. --rivals N adds the
+best placement that any disaggregated strategy finds, including hexgen2 --certify with N other seeds, and the
+answer's share of it.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from hexgen2.search.partition.metis import metis_partition
 from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Phases, Problem, Solution
+from hexgen2.search.ruin_and_recreate import RuinAndRecreate
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
@@ -72,6 +73,8 @@ time (later ones decode more), and the share of the time limit that they get at 
 than all of it."""
 REFINED_BOUND, CERTIFICATE, PARTITIONS = "bound", "certificate", "partitions"
 """Names of what else runs beside the search, where cores are free."""
+LINEAR_TURN = 60.0
+"""Effort in vain after which the linear program does not fill up its start any more."""
 LINEAR_UNTIL = 0.4
 """Share of the time limit after which the linear program's start is taken as far as it has come."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
@@ -419,7 +422,14 @@ def climb_from_linear(state: SearchState) -> None:
             laid_out.append(evaluator.relaxed.start(pair_roles=True))
     linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
     if linear.groups:
-        refine(state, linear, "start from the linear program")
+        label, limited = "start from the linear program", state.stopping.time_limit_s is not None
+        if limited:  # To refine a poor start takes longer than to find a better one.
+            state.offer(evaluator.evaluate(linear), label)
+        else:
+            refine(state, linear, label)
+        better = RuinAndRecreate(state, 0).improve(LINEAR_TURN)
+        if (better or limited) and state.incumbent.best is not None:
+            refine(state, state.incumbent.best.solution, label)
 
 
 def settle(state: SearchState, seed: int) -> None:
