@@ -64,9 +64,10 @@ class RuinAndRecreate:
             state.elsewhere += EFFORT
             self._tries[which] += 1
             self._idle += 1
-            better = _better(state, found, current)
-            if better is not None:
-                state.offer(better, f"take out {name} and fill up")
+            tried = _hopeful(state, found, current)
+            if tried is not None:
+                state.offer(tried, f"take out {name} and fill up")
+            if state.incumbent.best is not current:
                 self._gains[which] += 1
                 gained, self._idle, since = True, 0, state.effort
             if state.effort - since >= effort or self.exhausted:
@@ -74,15 +75,14 @@ class RuinAndRecreate:
         return gained
 
 
-def _better(state: SearchState, solution: Solution, current: Evaluation) -> Evaluation | None:
-    """The solution's value, if it is better than the current one."""
+def _hopeful(state: SearchState, solution: Solution, current: Evaluation) -> Evaluation | None:
+    """The solution's value, unless its groups alone say that it scores no more than the current one."""
     evaluator, threshold = state.evaluator, current.score
     if not exceeds(evaluator.limits.of_hopeful(solution, threshold), threshold):
         return None
     if not exceeds(evaluator.limit_by_links(solution, current), threshold):
         return None
-    tried = evaluator.reordered(evaluator.evaluate(solution, current))
-    return tried if exceeds(tried.score, threshold) else None
+    return evaluator.reordered(evaluator.evaluate(solution, current))
 
 
 def _ruins(problem: Problem) -> list[tuple[str, Ruin]]:

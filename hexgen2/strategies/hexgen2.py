@@ -427,7 +427,7 @@ def climb_from_linear(state: SearchState) -> None:
             state.offer(evaluator.evaluate(linear), label)
         else:
             refine(state, linear, label)
-        better = RuinAndRecreate(state, 0).improve(LINEAR_TURN)
+        better = state.budget is None and RuinAndRecreate(state, 0).improve(LINEAR_TURN)
         if (better or limited) and state.incumbent.best is not None:
             refine(state, state.incumbent.best.solution, label)
 
