@@ -422,14 +422,13 @@ def climb_from_linear(state: SearchState) -> None:
             laid_out.append(evaluator.relaxed.start(pair_roles=True))
     linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
     if linear.groups:
-        label, limited = "start from the linear program", state.stopping.time_limit_s is not None
-        if limited:  # To refine a poor start takes longer than to find a better one.
+        label = "start from the linear program"
+        if state.stopping.time_limit_s is not None and state.budget is None:
+            # To refine a poor start takes longer than to find a better one.
             state.offer(evaluator.evaluate(linear), label)
-        else:
-            refine(state, linear, label)
-        better = state.budget is None and RuinAndRecreate(state, 0).improve(LINEAR_TURN)
-        if (better or limited) and state.incumbent.best is not None:
-            refine(state, state.incumbent.best.solution, label)
+            RuinAndRecreate(state, 0).improve(LINEAR_TURN)
+            linear = state.incumbent.best.solution if state.incumbent.best else linear
+        refine(state, linear, label)
 
 
 def settle(state: SearchState, seed: int) -> None:
