@@ -7,6 +7,7 @@ its result is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -53,6 +54,7 @@ class Background(Generic[T]):
 
     def __init__(self, work: Callable[[Report], T]) -> None:
         self._work, self._latest = work, None
+        self._error: Exception | None = None
         self._results: Connection | None = None
         self._found: list[T] = []
         self.begin()
@@ -92,46 +94,55 @@ class Background(Generic[T]):
     def wait(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until the work is done, or, if another process does it, until it is time to stop; then it is
         cancelled. Errors are those of `result`."""
+        if self._error is not None:
+            raise self._error
         if self._results is None and not self._found:
             self._found.append(self._work(self._keep))
         if self._found or self._results is None or self._results.closed:
             return
         try:
-            while not stop():
-                if not self._results.poll(POLL_S):
-                    continue
-                kind, value = self._results.recv()
-                if kind == "report":
-                    self._latest = value
-                elif kind == "result":
-                    self._found.append(value)
-                    return
-                else:
-                    raise value
-        except EOFError:
-            raise RuntimeError("a process that searched in the background died") from None
+            while not (self._found or stop()):
+                if self._results.poll(POLL_S):
+                    self._receive()
         finally:
             self.cancel()
 
     def latest(self) -> Any:
-        """What the work has reported last; None if nothing."""
-        if self._results is not None and not self._results.closed:
-            while self._results.poll():
-                try:
-                    kind, value = self._results.recv()
-                except EOFError:
-                    break
-                if kind == "result":  # It ended just when nobody wanted to wait any more.
-                    self._found.append(value)
-                elif kind == "report":
-                    self._latest = value
+        """What the work has reported last; None if nothing. Errors are those of `result`: who looks again and
+        again would wait for ever for work that has failed."""
+        self._drain()
+        if self._error is not None:
+            raise self._error
         return self._latest
+
+    def _drain(self) -> None:
+        """Take what has come; an error is kept."""
+        while self._results is not None and not self._results.closed and not self._error:
+            if self._found or not self._results.poll():
+                break
+            with contextlib.suppress(Exception):
+                self._receive()
+
+    def _receive(self) -> None:
+        """Take the next thing that the process sends; raises the error, if it is one."""
+        assert self._results is not None
+        try:
+            kind, value = self._results.recv()
+        except EOFError:
+            kind, value = "error", RuntimeError("a process that searched in the background died")
+        if kind == "report":
+            self._latest = value
+        elif kind == "result":
+            self._found.append(value)
+        else:
+            self._error = value
+            raise value
 
     def cancel(self) -> None:
         """End the work if it is still under way."""
         if self._results is None or self._results.closed:
             return
-        self.latest()
+        self._drain()  # It may have ended just when nobody wanted to wait any more.
         self._results.close()
         self._process.kill()
         self._process.join()

@@ -1,5 +1,6 @@
-"""HexGen-2's search on a large cluster: the groups of each part by themselves, then one neighbourhood after
-the other (search/neighbourhoods.py), instead of all groups at once. Beyond the paper."""
+"""HexGen-2's search on a large cluster, instead of all groups at once: the groups of each part by themselves,
+then by turns one neighbourhood after the other (search/neighbourhoods.py) and what the linear program fills
+up where groups were taken out (search/ruin_and_recreate.py). Beyond the paper."""
 
 from __future__ import annotations
 

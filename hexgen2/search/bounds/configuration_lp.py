@@ -236,9 +236,9 @@ class ConfigurationLP:
         program = LinearProgram(*self._arrays(columns, budget))
         return RelaxedGroups(program, self._first, len(columns))
 
-    def warm_groups(self, columns: Sequence[Column]) -> RelaxedGroups:
+    def warm_groups(self, columns: Sequence[Column]) -> WarmGroups:
         """The same, to be solved again and again with little changed."""
-        return RelaxedGroups(WarmProgram(*self._arrays(columns)), self._first, len(columns))
+        return WarmGroups(WarmProgram(*self._arrays(columns)), self._first, len(columns))
 
     def capacity_entries(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         """Rows [n] and coefficients [n] of the matrix's column for one that is worth what it can do alone."""
@@ -403,17 +403,6 @@ class RelaxedGroups:
             weight += len(column.pattern) - 1
             self._program.set_gain(self._first + k, -TIE * weight * column.capacity_req_s)
 
-    def set_capacity(self, column: int, entries: tuple[np.ndarray, np.ndarray]) -> None:
-        """Give a column, which is worth what it can do alone, other coefficients (`capacity_entries`)."""
-        assert isinstance(self._program, WarmProgram)
-        self._program.set_entries(self._first + column, *entries)
-
-    def free(self) -> None:
-        """From now on, as many groups of all columns as there is room for."""
-        for column in range(self._columns):
-            self._program.at_least(self._first + column, 0.0)
-            self._program.at_most(self._first + column, INFINITY)
-
     def at_least(self, column: int, groups: int) -> None:
         """From now on, no fewer groups of the column."""
         self._program.at_least(self._first + column, groups)
@@ -428,3 +417,21 @@ class RelaxedGroups:
         if found is None:
             return Relaxation(0.0, 0.0, np.zeros(self._columns), np.zeros(0))
         return Relaxation.of(found, range(self._first, self._first + self._columns))
+
+
+class WarmGroups(RelaxedGroups):
+    """The program over columns that are worth what they can do alone, kept from one rounding to the next."""
+
+    def __init__(self, program: WarmProgram, first: int, columns: int) -> None:
+        super().__init__(program, first, columns)
+        self._warm = program
+
+    def set_capacity(self, column: int, entries: tuple[np.ndarray, np.ndarray]) -> None:
+        """Give a column other coefficients (`capacity_entries`)."""
+        self._warm.set_entries(self._first + column, *entries)
+
+    def free(self) -> None:
+        """From now on, as many groups of all columns as there is room for."""
+        for column in range(self._columns):
+            self.at_least(column, 0)
+            self._warm.at_most(self._first + column, INFINITY)

@@ -12,7 +12,7 @@ import numpy as np
 
 from hexgen2.search.bounds.columns import Column, with_its_plan
 from hexgen2.search.bounds.configuration_lp import TIE, ConfigurationLP
-from hexgen2.search.bounds.rounding import Layout, dive
+from hexgen2.search.bounds.rounding import Layout, fill_up
 from hexgen2.search.planning.classes import NodeClasses, Pattern
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Group, Solution
@@ -61,8 +61,8 @@ class Repairs:
             if not layout.has_room(column):
                 program.at_most(k, int(placed[k]))
             program.at_least(k, int(placed[k]))
-        found = dive(program, columns, layout, placed, stop=stop)
-        self._plan(np.flatnonzero(placed).tolist())
+        found = fill_up(program, columns, layout, placed, stop=stop)
+        self._plan(np.flatnonzero(placed).tolist(), stop)
         return found
 
     def _pattern(self, group: Group) -> Pattern:
@@ -82,11 +82,13 @@ class Repairs:
         if unknown:
             self._begin()
 
-    def _plan(self, which: Sequence[int]) -> None:
-        """Plan the groups of these columns that were worth as much as most plans are: from now on, they are
-        worth what their own are."""
+    def _plan(self, which: Sequence[int], stop: Callable[[], bool]) -> None:
+        """Plan the groups of these columns that were worth as much as most plans are, as far as there is
+        time: from now on, they are worth what their own are."""
         for k in which:
             column = self._columns[k]
+            if stop():
+                break
             if not column.planned:
                 counts = self._classes.counts(column.pattern)
                 planned = with_its_plan(column, self._planner, self._planner.problem, counts)

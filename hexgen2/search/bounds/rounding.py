@@ -40,15 +40,15 @@ def rounded(
     pair_roles : see Layout
     stop : whether it is time to do with what is laid out so far
     """
-    if not columns:
-        return Solution()
     program = lp.relaxed_groups(columns, budget)
     program.break_ties(columns)
     prices = [lp.price_of(column) for column in columns]
-    return dive(program, columns, Layout(classes, pair_roles), np.zeros(len(columns)), prices, budget, stop)
+    return fill_up(
+        program, columns, Layout(classes, pair_roles), np.zeros(len(columns)), prices, budget, stop
+    )
 
 
-def dive(
+def fill_up(
     program: RelaxedGroups,
     columns: Sequence[Column],
     layout: Layout,
@@ -65,7 +65,7 @@ def dive(
     prices : of a group of each column, US dollars per hour; not needed without a budget
     """
     spent, reached, left = 0.0, False, set(range(len(columns)))
-    while True:
+    while len(columns):
         relaxed = program.solve()
         ahead, reached = relaxed.amounts - placed, reached or relaxed.value > 0
         if ahead.max() <= ROUNDING:

@@ -108,6 +108,30 @@ def test_a_process_that_is_killed_is_an_error(cores):
     assert free_cores() == 2
 
 
+@pytest.mark.parametrize("fails", ["raises", "dies"])
+def test_who_looks_again_and_again_is_told_of_an_error(cores, fails):
+    def work(report):
+        if fails == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise InfeasibleError("no GPU")
+
+    begun, deadline = Background(work), time.monotonic() + LIMIT_S
+
+    def look():
+        while time.monotonic() < deadline:
+            begun.latest()
+
+    expected = (
+        pytest.raises(RuntimeError, match="died") if fails == "dies" else pytest.raises(InfeasibleError)
+    )
+    with expected:
+        look()
+    begun.cancel()
+    with expected:
+        begun.result()
+    assert free_cores() == 2
+
+
 def test_cancelled_work_ends_and_what_it_reported_is_kept(cores):
     def endless(report):
         report(os.getpid())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 from benchmarks.search.ordinary import drawn
 from cluster_specs.schema import ClusterSpec
+from cost_model.errors import InfeasibleError
+from hexgen2.goal import Goal
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.planning.classes import LARGE
@@ -16,6 +19,8 @@ from hexgen2.search.problem import Group, Phases, Problem, Solution, make_proble
 from hexgen2.search.ruin_and_recreate import RuinAndRecreate
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.hexgen2 import search
 
 
 def _problem(family: str, gpus: int, seed: int, model: str, phases: Phases = "flexible") -> Problem:
@@ -92,6 +97,17 @@ def test_it_ends_when_nothing_helps() -> None:
     assert ruins.exhausted
     ruins.begin_again()
     assert not ruins.exhausted
+
+
+@pytest.mark.parametrize("cores", [{0}, {0, 1, 2}])
+def test_targets_that_no_replica_meets_are_an_error(cores: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no columns then, and nothing to fill up with."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    spec = ClusterSpec.model_validate(drawn("mostly", 56, 11))
+    goal = Goal(objective="goodput", ttft_ms=1.0, tpot_ms=1.0)
+    problem = make_problem(spec, "llama-2-70b", "HPLD", phases="flexible", goal=goal)
+    with pytest.raises(InfeasibleError, match="meets --ttft 1 ms"):
+        search(problem, SearchOptions())
 
 
 def test_it_stops_in_time() -> None:
