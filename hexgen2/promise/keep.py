@@ -136,7 +136,7 @@ def _quickest(
     count = max(effort.first, int(min(effort.most, effort.first_residents * residents(best, rate))))
     least: tuple[bool, float] | None = None
     for placement in placements:
-        if least is not None and stop():
+        if stop():
             break
         try:
             trial = Trials(placement, cluster, placement.goal, seed, stop=stop).run(rate, count, 0)

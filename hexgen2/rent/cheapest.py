@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 from cost_model.errors import InfeasibleError
 from hexgen2.placement import OPTIMAL
@@ -11,11 +12,14 @@ from hexgen2.rent.universe import attempt, fresh, look_at_the_clock
 from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.partition.whole_nodes import whole_nodes
+from hexgen2.search.partition.whole_nodes import first_look, whole_nodes
 from hexgen2.search.problem import Group, Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds, greatest_first, least
 
+FOR_THE_FIRST = 0.2
+"""Share of the time limit within which whole nodes are planned for a first rental, and once more as much
+within which they are left out of it."""
 FOR_THE_BOUND = 0.4
 """Share of the time left in which the least price is looked for."""
 CARRIED = 1 + 2e-6
@@ -53,19 +57,25 @@ def _first_rental(state: SearchState, req_s: float) -> Evaluation | None:
     there so that a search which has to stop early has an answer."""
     evaluator, target, found = state.evaluator, max(req_s * CARRIED, 1e-9), list[Evaluation]()
     prices = Budget(evaluator.problem, spendable(evaluator.problem))
+    stopping, began = state.stopping, state.stopping.spent_share
+    stop, last = (partial(stopping.spent, began + k * FOR_THE_FIRST) for k in (1, 2))
     for role in ("colocated", "decode"):
-        if role not in evaluator.problem.roles:
+        if role not in evaluator.problem.roles or (found and stop()):
             continue
-        everyone = evaluator.evaluate(whole_nodes(evaluator, role))
-        kept = everyone
-        for group in greatest_first(
-            everyone.solution.groups, lambda g: _price_per_request(prices, evaluator, g)
-        ):
-            groups = list(kept.solution.groups)
-            groups.remove(group)
-            fewer = evaluator.evaluate(Solution(tuple(groups)))
+        kept = first_look(evaluator, whole_nodes(evaluator, role, stop, stopping.too_late))
+        left = greatest_first(kept.solution.groups, lambda g: _price_per_request(prices, evaluator, g))
+        # Half of what is left goes at once, if it is not needed; else it is looked at in smaller parts.
+        parts = [left]
+        while parts and not (last() and prices.affordable(kept.solution)):
+            part = parts.pop()
+            gone = set(part)
+            groups = tuple(group for group in kept.solution.groups if group not in gone)
+            fewer = first_look(evaluator, Solution(groups))
             if not exceeds(target, fewer.req_s):
                 kept = fewer
+            elif len(part) > 1:
+                middle = len(part) // 2
+                parts += [part[middle:], part[:middle]]
         if not exceeds(target, kept.req_s) and prices.affordable(kept.solution):
             found.append(kept)
     return least(found, lambda each: prices.price(each.solution))[0] if found else None

@@ -25,6 +25,7 @@ LISTED = 0.3
 def look_at_the_clock(state: SearchState) -> None:
     """Let linear programs over everything on offer end in time for a search."""
     state.evaluator.relaxed.stop = partial(state.stopping.spent, LISTED)
+    state.evaluator.relaxed.over = state.stopping.out_of_time
 
 
 def search_universe(state: SearchState, seed: int, effort: float, starts: Sequence[Solution]) -> None:

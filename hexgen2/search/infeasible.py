@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cost_model.pipeline import Pace
 from hexgen2.search.planning.plan import Planner
@@ -11,20 +11,29 @@ from hexgen2.search.planning.targets import Targets
 from hexgen2.search.problem import NodeCounts, Problem
 
 
-def soonest_s(problem: Problem) -> tuple[float, float]:
+def soonest_s(problem: Problem, stop: Callable[[], bool] = lambda: False) -> tuple[float, float]:
     """The tightest targets that any replica could meet.
 
     Returns seconds to the first token (for the goal's share of the prompts) and seconds per output token, of
     a request that is alone on the best group of one node, of two whole nodes or of all nodes; infinite if
-    the model fits in none of them.
+    the model fits in none of them. Once it is time to stop, of the first groups in which it fits.
     """
     planner, targets = Planner(problem), Targets.of(problem.goal, problem.costs)
     groups = list(_groups(problem))
-    first = min(planner.quickest_s("prefill", counts) for counts in groups)
+
+    def quickest_s(role: str) -> float:
+        least = float("inf")
+        for counts in groups:
+            if least < float("inf") and stop():
+                break
+            least = min(least, planner.quickest_s(role, counts))
+        return least
+
+    first = quickest_s("prefill")
     if first == float("inf"):
         return first, first
     alone = targets.prefill_queue(Pace(1 / first, first), batch=1)
-    return alone.soonest_s(targets.share), min(planner.quickest_s("decode", counts) for counts in groups)
+    return alone.soonest_s(targets.share), quickest_s("decode")
 
 
 def _groups(problem: Problem) -> Iterator[NodeCounts]:

@@ -113,6 +113,7 @@ class SearchState:
         evaluator = self.evaluator
         pure = SearchState(evaluator.with_phases(phases), self.stopping.of_which(1 - until))
         pure.evaluator.relaxed.stop = partial(self.stopping.spent, listed)
+        pure.evaluator.relaxed.over = pure.stopping.out_of_time
         pure.evaluator.relaxed.enough = evaluator.relaxed.enough
         if evaluator.relaxed.listed:
             pure.evaluator.relaxed.take_columns(evaluator.relaxed)

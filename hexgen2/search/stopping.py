@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 INTERRUPTED = "interrupted"
+GRACE_S = 0.3
+"""Seconds after the time limit within which a first answer may still be found."""
 
 
 class _CtrlC:
@@ -119,6 +121,11 @@ class Stopping:
         if self.time_limit_s is not None and self.elapsed_s > self.time_limit_s:
             self.cut = "time limit"
         return self._cut_short()
+
+    def too_late(self) -> bool:
+        """Whether even a first answer would come too late, or the search was cut otherwise."""
+        over = self.time_limit_s is not None and self.elapsed_s > self.time_limit_s + GRACE_S
+        return (over and self.out_of_time()) or _CtrlC.pressed
 
     def spent(self, share: float) -> bool:
         """Whether this share of the time limit has passed, or the search was cut."""

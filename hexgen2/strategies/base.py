@@ -71,6 +71,8 @@ FORMULA_ERROR = 0.08
 """By so much formulas may be kinder to some phases than to others."""
 FOR_THE_PROMISE = 0.4
 """Share of the time limit that is kept for simulations where a promise within targets rests on them."""
+FOR_LATENCIES = 0.2
+"""The same where the latencies at a rate are what is promised."""
 OUTPUT_S, OUTPUT_S_PER_GPU, MOST_FOR_OUTPUT = 0.05, 0.0012, 0.3
 """Seconds kept for building, checking and printing a placement, at most this share of the time limit."""
 
@@ -123,7 +125,7 @@ def run_search(
     stopping = Stopping(before_output_s(problem, options))
     state = SearchState(
         evaluator(problem, options.params),
-        stopping.of_which(FOR_THE_PROMISE if options.simulated and problem.targets.given else 0.0),
+        stopping.of_which(_for_the_promise(problem, options)),
         progress=options.progress,
         keeps_finalists=options.robust,
     )
@@ -172,15 +174,22 @@ def run_search(
 
 
 def promised(finalists: Sequence[Placement], cluster: Cluster, seed: int, stopping: Stopping) -> Placement:
-    """The best of the finalists by simulation, with its promise (see with_promise); the first, if it is one
-    of throughput and no time is left."""
-    goal = finalists[0].goal
-    plain = goal.objective == "throughput" and {goal.request_rate, goal.ttft_ms, goal.tpot_ms} == {None}
-    if plain and stopping.out_of_time():
+    """The best of the finalists by simulation, with its promise (see with_promise); the first without one, if
+    no time is left."""
+    if stopping.out_of_time():
         return finalists[0]
     from hexgen2.promise.keep import with_promise  # Slow to import: the simulator comes with it.
 
     return with_promise(finalists, cluster, seed, stopping.out_of_time)
+
+
+def _for_the_promise(problem: Problem, options: SearchOptions) -> float:
+    """The share of the time limit that is kept for the promise."""
+    if not options.simulated:
+        return 0.0
+    if problem.targets.given:
+        return FOR_THE_PROMISE
+    return FOR_LATENCIES if problem.goal.request_rate is not None else 0.0
 
 
 def before_output_s(problem: Problem, options: SearchOptions) -> float | None:
@@ -278,15 +287,16 @@ def _why_infeasible(problem: Problem, state: SearchState) -> str:
     memory = float(cluster.memory_bytes[problem.usable].sum()) / 2**30
     planner = Planner(replace(problem, goal=Goal()))
     planner.span = len(everything)
-    if planner.plan("decode", everything) is None:
+    cut = state.stopping.cut
+    if memory < weights or (not cut and planner.plan("decode", everything) is None):
         return (
             f"no feasible placement: {model.name} needs {weights:.3g} GiB for weights and more for its KV "
             f"cache, and all {len(problem.usable)} GPUs of {cluster.name} have {memory:.3g} GiB; "
             "add GPUs or choose a smaller model"
         )
-    if problem.targets.given and not state.stopping.cut:
+    if problem.targets.given and not cut:
         return unmet(problem)
-    if state.stopping.cut:
+    if cut:
         return f"no feasible placement found within the time limit on {cluster.name}; raise --time-limit"
     if not state.incumbent.proved and memory > 2 * weights:
         return (

@@ -24,11 +24,10 @@ from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.evaluation import Evaluation
-from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
-from hexgen2.search.partition.whole_nodes import whole_nodes
+from hexgen2.search.partition.whole_nodes import first_look, whole_nodes
 from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Phases, Problem, Solution
 from hexgen2.search.ruin_and_recreate import RuinAndRecreate
@@ -65,8 +64,6 @@ has the second for that in any case."""
 FIRST = 0.15
 """Share of the time limit for a first answer of colocated replicas, and for one of the others, from when
 start-up is over."""
-MANY_REPLICAS = 200
-"""Of more, a first answer is one in which nobody works for others."""
 LOOK_S_PER_PLACE, MOST_FOR_A_LOOK = 0.01, 0.2
 """Seconds that simulations at full load may take for each request that the first fleet found decodes at a
 time (later ones decode more), and the share of the time limit that they get at most; none if they take longer
@@ -202,12 +199,14 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     evaluator, began = state.evaluator, state.stopping.spent_share
     for k, role in enumerate(("colocated", "decode"), 1):
         if role in evaluator.problem.roles:
-            first = whole_nodes(evaluator, role, partial(state.stopping.spent, began + k * FIRST))
-            state.offer(_first_look(evaluator, first), "start with whole nodes")
+            in_time = partial(state.stopping.spent, began + k * FIRST)
+            first = whole_nodes(evaluator, role, in_time, state.stopping.too_late)
+            state.offer(first_look(evaluator, first), "start with whole nodes")
     if simulated:
         _keep_time_for_a_look(state)
     by_parts = has_parts(evaluator) and state.budget is None
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
+    evaluator.relaxed.over = state.stopping.out_of_time
     if by_parts:
         evaluator.relaxed.hopeless = partial(_hopeless, state.stopping, state.stopping.spent_share)
         if evaluator.relaxed.list_columns():
@@ -250,14 +249,6 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     finally:
         for search in others.values():
             search.cancel()
-
-
-def _first_look(evaluator: Evaluator, solution: Solution) -> Evaluation:
-    """The value of a first answer."""
-    colocated = all(group.role == "colocated" for group in solution.groups)
-    if len(solution.groups) > MANY_REPLICAS and evaluator.problem.mixes and colocated:
-        return evaluator.with_phases("colocated").evaluate(solution)
-    return evaluator.evaluate(solution)
 
 
 def _keep_time_for_a_look(state: SearchState) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from cost_model.errors import InfeasibleError
 from hexgen2.search.evaluation import Evaluation
@@ -28,6 +29,10 @@ from hexgen2.search.planning.plan import Planner
 from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds, least
 
+PLAIN_UNTIL = 0.25
+"""Share of the time limit within which the greatest throughput is looked for, unless it does not carry the
+load by then."""
+TIGHT_FIRST = ((4, 4), (8, 4), (8, 8), (12, 12), (16, 16))
 STRIDES = (2, 1)
 DIRECTIONS = ((1, -1), (-1, 1), (0, -1), (-1, 0))
 
@@ -48,7 +53,16 @@ def explore_latency(state: SearchState, seed: int, plain: Plain) -> None:
     problem = state.evaluator.problem
     load = problem.goal.request_rate
     assert load is not None
-    plain(state, seed)
+    whole = state.stopping
+    for share in (PLAIN_UNTIL, 1.0):
+        state.stopping = whole.only_until(share)
+        try:
+            plain(state, seed)
+        finally:
+            whole.after(state.stopping)
+            state.stopping = whole
+        if state.best_req_s > load or not whole.hurried or whole.out_of_time():
+            break
     if state.incumbent.best is None or state.incumbent.best.req_s <= 0:
         return
     search = _LatencySearch(state, seed, load)
@@ -77,12 +91,19 @@ class _LatencySearch:
     def __init__(self, state: SearchState, seed: int, load: float) -> None:
         self._state, self._seed, self._load = state, seed, load
         self._problem, self._params = state.evaluator.problem, for_latency(state.evaluator.params)
-        self._soonest = soonest_s(self._problem)
         self._least_s = float("inf")
         self._tried: dict[Point, float] = {}
 
+    @cached_property
+    def _soonest(self) -> tuple[float, float]:
+        """Seconds to the first token, and per output token, of the best replica alone."""
+        return soonest_s(self._problem, self._state.stopping.out_of_time)
+
     def run(self) -> None:
-        """Down the stairs of the coarse grid, then from point to point around the best."""
+        """Down the stairs of the coarse grid, then from point to point around the best. Within a time limit,
+        the stairs may take too long: the tightest targets that carry the load come first."""
+        if self._state.stopping.time_limit_s is not None:
+            next(filter(self._carried, TIGHT_FIRST), None)
         self._stairs()
         at = least(self._tried, lambda point: self._tried[point])[0]
         for stride in STRIDES:

@@ -107,14 +107,19 @@ class _KvLimits:
 
 
 def list_columns(
-    planner: Planner, problem: Problem, classes: NodeClasses, stop: Callable[[float], bool]
+    planner: Planner,
+    problem: Problem,
+    classes: NodeClasses,
+    stop: Callable[[float], bool],
+    over: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Column], bool]:
     """All patterns of up to `widest_span` nodes in which the model fits, in every role that groups may have;
     and whether these are all, or it was time to stop. Those on several nodes are worth what no plan exceeds.
 
     Parameters
     ----------
-    stop : whether to stop after this share of all patterns
+    stop : whether to stop after this share of all patterns, with some at least
+    over : whether to stop with none
     """
     columns, roles, limits = list[Column](), problem.roles, _KvLimits(problem, classes)
     patterns: list[Pattern] = []
@@ -124,7 +129,7 @@ def list_columns(
             here = [here[k] for k in np.random.default_rng(0).permutation(len(here)).tolist()]
         patterns += here
     groups = [classes.counts(pattern) for pattern in patterns]
-    planner.look_ahead(roles, groups, lambda listed: listed > 0 and stop(listed), shared=True)
+    planner.look_ahead(roles, groups, lambda listed: over() or (listed > 0 and stop(listed)), shared=True)
     complete = True
     for pattern, counts in zip(patterns, groups, strict=True):
         if not all(planner.looked_at(role, counts) for role in roles):
@@ -142,7 +147,7 @@ def list_columns(
             columns.append(column)
     # On several nodes there are many, and few are worth it to be planned.
     for k, column in enumerate(columns):
-        if len(column.pattern) == 1:
+        if len(column.pattern) == 1 and not over():
             columns[k] = with_its_plan(column, planner, problem, classes.counts(column.pattern))
     return columns, complete
 

@@ -43,7 +43,8 @@ class Relaxations:
     Attributes
     ----------
     classes : of nodes, as its columns see them
-    stop : whether it is time to do with the columns listed so far
+    stop : whether it is time to do with the columns listed so far, some at least
+    over : whether it is time to do with none
     hopeless : whether there will not be time for all columns, now that this share of them is listed
     enough : bounds of so many requests/s are tight enough; to refine them further takes time
     patient : whether to refine a bound even by little; otherwise there will be time for that later
@@ -53,6 +54,7 @@ class Relaxations:
         self._planner, self._problem = planner, problem or planner.problem
         self.classes = few_classes(self._problem, planner.classes)
         self.stop: Callable[[], bool] = lambda: False
+        self.over: Callable[[], bool] = lambda: False
         self.hopeless: Callable[[float], bool] = lambda listed: False
         self.enough, self.patient = 0.0, True
         self._cheapest: dict[float, tuple[float, Solution]] = {}
@@ -69,7 +71,7 @@ class Relaxations:
         def stop(listed: float) -> bool:
             return self.stop() or self.hopeless(listed)
 
-        return list_columns(self._planner, self._problem, self.classes, stop)
+        return list_columns(self._planner, self._problem, self.classes, stop, self.over)
 
     def take_columns(self, other: Relaxations) -> None:
         """Take the columns that another one of the same planner has listed, as far as groups have these roles

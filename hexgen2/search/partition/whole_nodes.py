@@ -9,21 +9,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
 from hexgen2.search.ties import first_greatest, greatest_first
 
+MANY_REPLICAS = 4
+"""Of more, a first answer is one in which nobody works for others: that is found out much sooner."""
 ROOM = 2.5
 """Memory of nodes that are joined, at most, before the last one: a multiple of the weights."""
 
 
 def whole_nodes(
-    evaluator: Evaluator, role: str | None = None, stop: Callable[[], bool] = lambda: False
+    evaluator: Evaluator,
+    role: str | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    over: Callable[[], bool] = lambda: False,
 ) -> Solution:
     """A group on each node in which the model fits; nodes that are too small are joined, the nearest first,
     until it fits. They all have the role "colocated" (the default where they may have it), or those of them
-    that are best at prefill, beside what they decode, prefill for the others ("decode"). Once it is time to
-    stop, the nodes left stay idle."""
+    that are best at prefill, beside what they decode, prefill for the others ("decode").
+
+    Parameters
+    ----------
+    stop : whether the nodes left stay idle, now that there is an answer
+    over : whether they do so in any case
+    """
     problem = evaluator.problem
     role = role or problem.roles[-1]
     sizes = [len(gpus) for gpus in problem.node_gpus]
@@ -31,8 +42,8 @@ def whole_nodes(
     found: list[NodeCounts] = []
 
     def enough() -> bool:
-        """Whether there is an answer, and it is time to stop."""
-        return len(found) >= (1 if role == "colocated" else 2) and stop()
+        """Whether there is an answer and it is time to stop, or it is too late for one."""
+        return (len(found) >= (1 if role == "colocated" else 2) and stop()) or over()
 
     small: list[int] = []
     for node, size in enumerate(sizes):
@@ -58,6 +69,14 @@ def whole_nodes(
     if role == "colocated":
         return Solution(tuple(Group(role, counts) for counts in found))
     return _divided(evaluator, found if len(found) > 1 else [half for one in found for half in _halves(one)])
+
+
+def first_look(evaluator: Evaluator, solution: Solution) -> Evaluation:
+    """The value of a first answer."""
+    colocated = all(group.role == "colocated" for group in solution.groups)
+    if len(solution.groups) > MANY_REPLICAS and evaluator.problem.mixes and colocated:
+        return evaluator.with_phases("colocated").evaluate(solution)
+    return evaluator.evaluate(solution)
 
 
 def _halves(counts: NodeCounts) -> tuple[NodeCounts, ...]:

@@ -22,8 +22,8 @@ from hexgen2.search.planning.stage_kinds import Degrees, shape_of
 from hexgen2.search.problem import NodeCounts
 from hexgen2.search.ties import greatest_first
 
-AT_ONCE = 192
-"""Groups that are looked at together."""
+AT_FIRST, AT_ONCE = 24, 192
+"""Groups that are looked at together: first few, so that there is some answer soon, then more each time."""
 WORTH_A_PROCESS = 128
 """Of so many groups that are to be looked at, another process looks at half, if a core is free."""
 
@@ -163,10 +163,10 @@ class Outlooks:
         stop: Callable[[float], bool],
         at_once: int,
     ) -> Iterator[Outlook]:
-        keys, done = iter(groups), 0
-        while not stop(done / max(1, len(groups))) and (some := list(itertools.islice(keys, at_once))):
+        keys, done, size = iter(groups), 0, min(AT_FIRST, at_once)
+        while not stop(done / max(1, len(groups))) and (some := list(itertools.islice(keys, size))):
             yield from self._look(roles, {key: groups[key] for key in some})
-            done += len(some)
+            done, size = done + len(some), min(2 * size, at_once)
 
     def _look(self, roles: Sequence[str], groups: Mapping[Key, Sorted]) -> Iterator[Outlook]:
         """The outlook of all these groups together, in each of these roles."""

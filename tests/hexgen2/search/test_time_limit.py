@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks.search.ordinary import drawn
 from cluster_specs.schema import ClusterSpec
+from cost_model.errors import InfeasibleError
 from hexgen2.checks import verify
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement
@@ -72,8 +74,9 @@ def test_ordinary_clusters(calls: SimpleNamespace, family: str, gpus: int, model
         Goal(budget_per_hour=10.0),
         Goal(budget_per_hour=10.0, frontier=3),
         Goal(objective="goodput", request_rate=3.0, ttft_ms=2000, tpot_ms=100),
+        Goal(objective="latency", request_rate=0.3),
     ],
-    ids=["cost", "budget", "frontier", "goodput"],
+    ids=["cost", "budget", "frontier", "goodput", "latency"],
 )
 def test_every_goal_has_an_answer(calls: SimpleNamespace, goal: Goal) -> None:
     """All links are different, so that there is no time to look at all groups of these GPUs."""
@@ -84,6 +87,35 @@ def test_every_goal_has_an_answer(calls: SimpleNamespace, goal: Goal) -> None:
         assert placement.throughput.req_s >= 3.0
     if goal.budget_per_hour is not None:
         assert placement.price_per_hour <= goal.budget_per_hour
+
+
+def test_a_large_cluster_is_rented_in_time(calls: SimpleNamespace) -> None:
+    """Whole nodes go by halves, and nobody works for others."""
+    cluster = ClusterSpec.model_validate(drawn("zoo", 160, 3))
+    goal = Goal(objective="cost", request_rate=1.0)
+    problem = make_problem(cluster, "llama-2-70b", "HPLD", phases="flexible", goal=goal)
+    found = within_a_second(calls, problem, late_s=0.1)
+    assert sum(rented.count for rented in found.rented) <= 8
+
+
+@pytest.mark.parametrize("goal", [Goal(), Goal(objective="goodput", ttft_ms=1, tpot_ms=1)])
+def test_too_short_a_limit_is_the_reason_that_is_given(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes together are no replica: it would have more stages than the model has layers."""
+    monkeypatch.setattr(stopping, "GRACE_S", -math.inf)
+    cluster = ClusterSpec.model_validate(drawn("boxes", 64, 3))
+    problem = make_problem(cluster, "llama-3-8b", "HPLD", phases="flexible", goal=goal)
+    with pytest.raises(InfeasibleError, match="within the time limit on boxes-64-3; raise --time-limit"):
+        search(problem, SearchOptions(time_limit_s=1e-3))
+
+
+def test_within_a_time_limit_the_tightest_targets_of_latency_come_first(calls: SimpleNamespace) -> None:
+    cluster = ClusterSpec.model_validate(drawn("racks", 24, 2))
+    goal = Goal(objective="latency", request_rate=1.0)
+    problem = make_problem(cluster, "llama-2-70b", "HPHD", phases="flexible", goal=goal)
+    trace = [each["step"] for each in search(problem, SearchOptions(time_limit_s=4.0)).search.trace]
+    sys.setprofile(None)
+    greatest, least = (float(step.split(" s on average")[0]) for step in (trace[-2], trace[-1]))
+    assert least < 0.7 * greatest
 
 
 def test_whole_nodes_are_quick_where_no_replica_meets_the_targets(calls: SimpleNamespace) -> None:
