@@ -59,6 +59,8 @@ def whole_nodes(
         # Where targets are missed with this much memory, more nodes are unlikely to help, and slow to plan.
         most = ROOM * problem.model.total_bytes
         while len(joined) < evaluator.planner.span and small and math.fsum(memory[n] for n in joined) < most:
+            if over():
+                break
             links = problem.node_links[joined[-1]]
             joined.append(first_greatest(small, [links[node].bandwidth_bytes_s for node in small]))
             small.remove(joined[-1])
