@@ -35,7 +35,8 @@ def main(folder: Path) -> None:
     python = folder / "bin" / "python"
 
     def install(*words: str) -> None:
-        quiet = ["--quiet", "--disable-pip-version-check", "-c", str(CONSTRAINTS)]
+        # Most of what is installed is never imported: Python compiles what is.
+        quiet = ["--quiet", "--no-compile", "--disable-pip-version-check", "-c", str(CONSTRAINTS)]
         subprocess.run([python, "-m", "pip", "install", *quiet, *words], check=True)
 
     install("torch", "packaging", "numpy")
