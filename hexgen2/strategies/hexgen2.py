@@ -41,7 +41,7 @@ from hexgen2.strategies.partitions import (
     partitions_matter,
     search_partitions,
 )
-from hexgen2.strategies.parts import explore_parts, has_parts
+from hexgen2.strategies.parts import explore_parts, has_parts, slow
 
 NAME = "hexgen2"
 
@@ -64,6 +64,8 @@ has the second for that in any case."""
 FIRST = 0.15
 """Share of the time limit for a first answer of colocated replicas, and for one of the others, from when
 start-up is over."""
+FOR_MIXING = 0.25
+"""The share of the time left in which a first answer is mixed."""
 LOOK_S_PER_PLACE, MOST_FOR_A_LOOK = 0.01, 0.2
 """Seconds that simulations at full load may take for each request that the first fleet found decodes at a
 time (later ones decode more), and the share of the time limit that they get at most; none if they take longer
@@ -202,6 +204,8 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
             in_time = partial(state.stopping.spent, began + k * FIRST)
             first = whole_nodes(evaluator, role, in_time, state.stopping.too_late)
             state.offer(first_look(evaluator, first), "start with whole nodes")
+    if state.incumbent.best and not slow(state, state.incumbent.best.solution, FOR_MIXING):
+        state.offer(evaluator.evaluate(state.incumbent.best.solution), "what they do for one another")
     if simulated:
         _keep_time_for_a_look(state)
     by_parts = has_parts(evaluator) and state.budget is None
@@ -451,7 +455,7 @@ def _certify(state: SearchState, seed: int, begun: Background[Certificate] | Non
     state.bounded_by(found.bound)
     # A flexible search still ends when it stops to improve.
     state.spend(params.certify_effort, close_gap=0.0, stale_effort=state.stopping.stale_effort)
-    if found.solution.groups:
+    if found.solution.groups and not slow(state, found.solution):
         refine(state, found.solution, "start from the integer program")
     settle(state, seed + 1)
 
