@@ -58,15 +58,15 @@ def _first_rental(state: SearchState, req_s: float) -> Evaluation | None:
     evaluator, target, found = state.evaluator, max(req_s * CARRIED, 1e-9), list[Evaluation]()
     prices = Budget(evaluator.problem, spendable(evaluator.problem))
     stopping, began = state.stopping, state.stopping.spent_share
-    stop, last = (partial(stopping.spent, began + k * FOR_THE_FIRST) for k in (1, 2))
+    planned, fewest = (partial(stopping.spent, began + k * FOR_THE_FIRST) for k in (1, 2))
     for role in ("colocated", "decode"):
-        if role not in evaluator.problem.roles or (found and stop()):
+        if role not in evaluator.problem.roles or (found and planned()):
             continue
-        kept = first_look(evaluator, whole_nodes(evaluator, role, stop, stopping.too_late))
+        kept = first_look(evaluator, whole_nodes(evaluator, role, planned, stopping.too_late))
         left = greatest_first(kept.solution.groups, lambda g: _price_per_request(prices, evaluator, g))
         # Half of what is left goes at once, if it is not needed; else it is looked at in smaller parts.
         parts = [left]
-        while parts and not (last() and prices.affordable(kept.solution)):
+        while parts and not (fewest() and prices.affordable(kept.solution)):
             part = parts.pop()
             gone = set(part)
             groups = tuple(group for group in kept.solution.groups if group not in gone)

@@ -27,7 +27,7 @@ from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
-from hexgen2.search.partition.whole_nodes import first_look, whole_nodes
+from hexgen2.search.partition.whole_nodes import first_look, whole_nodes, worth_more_mixed
 from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Phases, Problem, Solution
 from hexgen2.search.ruin_and_recreate import RuinAndRecreate
@@ -41,7 +41,7 @@ from hexgen2.strategies.partitions import (
     partitions_matter,
     search_partitions,
 )
-from hexgen2.strategies.parts import explore_parts, has_parts, slow
+from hexgen2.strategies.parts import explore_parts, has_parts, slow_to_mix
 
 NAME = "hexgen2"
 
@@ -198,14 +198,8 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     certified : whether to solve the integer program, too
     simulated : whether the best will be simulated afterwards, within the same time limit
     """
-    evaluator, began = state.evaluator, state.stopping.spent_share
-    for k, role in enumerate(("colocated", "decode"), 1):
-        if role in evaluator.problem.roles:
-            in_time = partial(state.stopping.spent, began + k * FIRST)
-            first = whole_nodes(evaluator, role, in_time, state.stopping.too_late)
-            state.offer(first_look(evaluator, first), "start with whole nodes")
-    if state.incumbent.best and not slow(state, state.incumbent.best.solution, FOR_MIXING):
-        state.offer(evaluator.evaluate(state.incumbent.best.solution), "what they do for one another")
+    evaluator = state.evaluator
+    _offer_whole_nodes(state)
     if simulated:
         _keep_time_for_a_look(state)
     by_parts = has_parts(evaluator) and state.budget is None
@@ -253,6 +247,23 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     finally:
         for search in others.values():
             search.cancel()
+
+
+def _offer_whole_nodes(state: SearchState) -> None:
+    """Offer a first answer of colocated replicas, and one of the others; and what the replicas of the best
+    could do for one another, if there is time to find out."""
+    evaluator, stopping, began = state.evaluator, state.stopping, state.stopping.spent_share
+    for k, role in enumerate(("colocated", "decode"), 1):
+        if role in evaluator.problem.roles:
+            first = whole_nodes(
+                evaluator, role, partial(stopping.spent, began + k * FIRST), stopping.too_late
+            )
+            state.offer(first_look(evaluator, first), "start with whole nodes")
+    best = state.incumbent.best
+    if best is None or not worth_more_mixed(evaluator, best.solution):
+        return
+    if not slow_to_mix(state, best.solution, FOR_MIXING):
+        state.offer(evaluator.evaluate(best.solution), "start with whole nodes")
 
 
 def _keep_time_for_a_look(state: SearchState) -> None:
@@ -455,7 +466,7 @@ def _certify(state: SearchState, seed: int, begun: Background[Certificate] | Non
     state.bounded_by(found.bound)
     # A flexible search still ends when it stops to improve.
     state.spend(params.certify_effort, close_gap=0.0, stale_effort=state.stopping.stale_effort)
-    if found.solution.groups and not slow(state, found.solution):
+    if found.solution.groups and not slow_to_mix(state, found.solution):
         refine(state, found.solution, "start from the integer program")
     settle(state, seed + 1)
 

@@ -33,6 +33,7 @@ PLAIN_UNTIL = 0.25
 """Share of the time limit within which the greatest throughput is looked for, unless it does not carry the
 load by then."""
 TIGHT_FIRST = ((4, 4), (8, 4), (8, 8), (12, 12), (16, 16))
+"""Points of the grid that are tried first within a time limit, until one carries the load."""
 STRIDES = (2, 1)
 DIRECTIONS = ((1, -1), (-1, 1), (0, -1), (-1, 0))
 
@@ -101,7 +102,7 @@ class _LatencySearch:
 
     def run(self) -> None:
         """Down the stairs of the coarse grid, then from point to point around the best. Within a time limit,
-        the stairs may take too long: the tightest targets that carry the load come first."""
+        the stairs may take too long: tight targets come first."""
         if self._state.stopping.time_limit_s is not None:
             next(filter(self._carried, TIGHT_FIRST), None)
         self._stairs()

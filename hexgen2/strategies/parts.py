@@ -47,7 +47,8 @@ PURE_BESIDE: dict[Phases, tuple[float, float]] = {"disaggregated": (0.48, 0.54),
 TURN = 60.0
 """Effort without an improvement after which another way to improve the best has its turn."""
 MIXED_S_PER_PAIR = 1.2e-4
-"""Seconds that it takes at most to find out what replicas do for one another, for each pair of them."""
+"""Seconds that it takes to find out what replicas do for one another, for each pair of them; 3e-4 on a slow
+machine."""
 AT_ONCE, MOST_AT_ONCE = 0.35, 400
 """The share of the time left in which the best start is refined as a whole, before neighbourhoods are; not on
 more GPUs."""
@@ -78,7 +79,7 @@ def explore_parts(state: SearchState, seed: int) -> None:
         _improve(state, seed + 1, ALL_BUT_OUTPUT, TIGHTENED)
         _tighten_bound(state, ALL_BUT_LAST)
     best = state.incumbent.best
-    if best is None or state.finished() or slow(state, best.solution):
+    if best is None or state.finished() or slow_to_mix(state, best.solution):
         return
     # To evaluate a thousand replicas anew takes seconds.
     if len(state.evaluator.problem.usable) <= MOST_AT_ONCE or not state.stopping.spent(ALL_BUT_OUTPUT):
@@ -215,7 +216,7 @@ def _refine_at_once(state: SearchState) -> None:
     of that."""
     best, whole = state.incumbent.best, state.stopping
     large = len(state.evaluator.problem.usable) > MOST_AT_ONCE
-    if best is None or large or state.finished() or slow(state, best.solution):
+    if best is None or large or state.finished() or slow_to_mix(state, best.solution):
         return
     spent = whole.spent_share
     state.stopping = whole.only_until(spent + AT_ONCE * (1 - spent))
@@ -265,14 +266,14 @@ def _offer_rounded(state: SearchState, phases: Phases) -> None:
 def _offer_in_time(state: SearchState, start: Solution, label: str) -> None:
     """Offer a start. Where it would take too long to find out what its replicas could do for one another,
     offer what colocated ones do for themselves, or nothing if there is an answer."""
-    late = slow(state, start)
+    late = slow_to_mix(state, start)
     if late and all(group.role == "colocated" for group in start.groups):
         state.offer(first_look(state.evaluator, start), label)
     elif not late or state.incumbent.best is None:
         state.offer(state.evaluator.evaluate(start), label)
 
 
-def slow(state: SearchState, solution: Solution, share: float = 1.0) -> bool:
+def slow_to_mix(state: SearchState, solution: Solution, share: float = 1.0) -> bool:
     """Whether it takes longer than this share of the time left to find out what these replicas could do for
     one another."""
     left_s = state.stopping.time_left_s

@@ -29,8 +29,6 @@ from runtime.routing.reflow import Reflow
 
 ASKED = {"cluster": "hexgen2-case-study", "model": "llama-2-13b", "workload": "LPLD"}
 CASE = [word for name, value in ASKED.items() for word in (f"--{name}", value)]
-QUICK = {"strategy": "distserve"}
-"""Of all strategies alike, so the quickest does."""
 GEMM = Fitted[GemmNumbers](numbers=GemmNumbers(compute=0.2, memory=0.3), rows=10, error=0.03)
 ENGINES = EngineFits(
     name="mine",
@@ -60,7 +58,7 @@ def file(request, tmp_path_factory) -> Path:
 def placement(file) -> Path:
     """Searched with the file, which is then gone."""
     path = file.parent / "placement.json"
-    done = run("search", *CASE, "--strategy", "distserve", "--cost-model", str(file), "-o", str(path))
+    done = run("search", *CASE, "--cost-model", str(file), "-o", str(path))
     assert done.returncode == 0, done.stderr
     return path
 
@@ -82,10 +80,10 @@ def test_a_simulation_of_the_file_is_one_with_these_costs(file, placement):
 
 def test_it_is_what_a_search_with_these_costs_finds(file, placement):
     placed = Placement.load(placement)
-    again = hexgen2.search(**ASKED, **QUICK, cost_model=file)
+    again = hexgen2.search(**ASKED, cost_model=file)
     seconds = {"search": placed.search}
     assert again.model_copy(update=seconds).to_json() == placed.to_json()
-    assert again.throughput != hexgen2.search(**ASKED, **QUICK, cost_model=placed.cost_model.name).throughput
+    assert again.throughput != hexgen2.search(**ASKED, cost_model=placed.cost_model.name).throughput
 
 
 def test_all_that_rebuild_costs_use_the_calibration(file, placement):
@@ -130,9 +128,14 @@ def test_only_the_engine_that_was_asked_for_is_kept(tmp_path):
     assert list(made.engines.engines) == ["sglang"]
 
 
-def test_placements_without_a_calibration_have_the_bytes_that_they_had():
+@pytest.fixture(scope="module")
+def made() -> Placement:
+    """Searched without a file."""
+    return hexgen2.search(**ASKED)
+
+
+def test_placements_without_a_calibration_have_the_bytes_that_they_had(made):
     """Their record has the keys of before, and placements of before load."""
-    made = hexgen2.search(**ASKED, **QUICK)
     tree = json.loads(made.to_json())
     assert set(tree["cost_model"]) == {"name", "calibration", "error", "unmeasured", "pipeline", "links"}
     assert Placement.model_validate_json(made.to_json()).to_json() == made.to_json()
@@ -148,8 +151,8 @@ def test_placements_without_a_calibration_have_the_bytes_that_they_had():
         {"coefficients": {"name": "x"}},
     ],
 )
-def test_a_calibration_of_another_kind_is_refused(tmp_path, wrong):
-    tree = json.loads(hexgen2.search(**ASKED, **QUICK).to_json())
+def test_a_calibration_of_another_kind_is_refused(tmp_path, made, wrong):
+    tree = json.loads(made.to_json())
     tree["cost_model"] |= {"coefficients": json.loads(SET.to_json())} | wrong
     path = tmp_path / "p.json"
     path.write_text(json.dumps(tree))

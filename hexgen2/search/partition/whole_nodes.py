@@ -57,10 +57,8 @@ def whole_nodes(
     while small and not enough():
         joined = [small.pop(0)]
         # Where targets are missed with this much memory, more nodes are unlikely to help, and slow to plan.
-        most = ROOM * problem.model.total_bytes
-        while len(joined) < evaluator.planner.span and small and math.fsum(memory[n] for n in joined) < most:
-            if over():
-                break
+        most, span = ROOM * problem.model.total_bytes, evaluator.planner.span
+        while small and not over() and len(joined) < span and math.fsum(memory[n] for n in joined) < most:
             links = problem.node_links[joined[-1]]
             joined.append(first_greatest(small, [links[node].bandwidth_bytes_s for node in small]))
             small.remove(joined[-1])
@@ -74,11 +72,16 @@ def whole_nodes(
 
 
 def first_look(evaluator: Evaluator, solution: Solution) -> Evaluation:
-    """The value of a first answer."""
-    colocated = all(group.role == "colocated" for group in solution.groups)
-    if len(solution.groups) > MANY_REPLICAS and evaluator.problem.mixes and colocated:
+    """The value of a first answer, perhaps without what its replicas could do for one another."""
+    if worth_more_mixed(evaluator, solution):
         return evaluator.with_phases("colocated").evaluate(solution)
     return evaluator.evaluate(solution)
+
+
+def worth_more_mixed(evaluator: Evaluator, solution: Solution) -> bool:
+    """Whether a first look leaves out what its replicas could do for one another."""
+    colocated = all(group.role == "colocated" for group in solution.groups)
+    return colocated and evaluator.problem.mixes and len(solution.groups) > MANY_REPLICAS
 
 
 def _halves(counts: NodeCounts) -> tuple[NodeCounts, ...]:

@@ -115,7 +115,7 @@ def test_nothing_lost_nothing_moves(model, workload):
         assert getattr(after, key) == getattr(before, key)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(max_gpus=7), st.data())
 def test_losses(problem, data):
     """After the loss of any GPUs, the re-plan is valid, and its net value exceeds that of doing nothing and
@@ -139,7 +139,7 @@ def test_losses(problem, data):
     assert patient.throughput.req_s >= 0.99 * best.throughput.req_s
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(problems(max_gpus=5), st.data(), st.sampled_from([(120.0, 0.97), (3600.0, 0.995)]))
 def test_net_value_against_brute_force(problem, data, horizon):
     """The re-plan is almost optimal: it keeps a running replica even where the replica's GPUs would let

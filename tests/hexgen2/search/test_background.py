@@ -153,19 +153,12 @@ def test_works_begin_ahead_and_may_be_skipped(cores):
     assert free_cores() == 2
 
 
-@pytest.mark.parametrize(
-    ("cluster", "workload"),
-    [
-        pytest.param("hexgen2-setting-5", "LPLD", marks=pytest.mark.slow),
-        ("hexgen2-setting-4", "LPHD"),
-        ("hexgen2-homogeneous", "LPLD"),
-    ],
-)
-def test_a_search_has_the_same_answer_on_one_core_and_on_several(cluster, workload, monkeypatch):
+@pytest.mark.parametrize("cluster", ("hexgen2-setting-5", "hexgen2-homogeneous"))
+def test_a_search_has_the_same_answer_on_one_core_and_on_several(cluster, monkeypatch):
     found = []
     for count in (1, 2, 4):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=count: set(range(count)))
-        placement = hexgen2.search(cluster=cluster, model="llama-2-70b", workload=workload, seed=count > 9)
+        placement = hexgen2.search(cluster=cluster, model="llama-2-70b", workload="LPLD", seed=count > 9)
         found.append(
             placement.model_copy(update={"search": placement.search.model_copy(update={"seconds": 0})})
         )

@@ -68,7 +68,7 @@ def test_hexgen_finds_the_best_partition_and_the_bound_holds_for_it(problem):
     assert 0.98 * best <= found <= best * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(max_gpus=8))
 def test_vllm_has_one_uniform_shape_per_type_and_is_never_above_the_best_partition(problem):
     try:

@@ -73,7 +73,7 @@ def partitions(items: list[int]):
                 yield [[first, *others], *found]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problems(max_gpus=4))
 def test_exact_is_the_best_of_all_mixtures(problem):
     evaluator = Evaluator(replace(problem, phases="flexible"))
@@ -84,7 +84,7 @@ def test_exact_is_the_best_of_all_mixtures(problem):
     assert exact <= evaluator.relaxed.upper_bound().req_s * (1 + 1e-6)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(max_gpus=7))
 def test_a_flexible_search_is_near_the_exact_one_and_never_below_a_pure_one(problem):
     exact = req_s("exact", problem, "flexible")

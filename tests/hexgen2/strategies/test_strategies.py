@@ -60,7 +60,7 @@ def assert_uniform(placement: Placement) -> None:
         assert len({len(stage.gpus) for stage in replica.stages}) == 1
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problems(max_gpus=6))
 def test_none_beats_exact_on_random_clusters(problem):
     try:
