@@ -13,6 +13,7 @@ from mutations import mutated, mutated_bytes
 import cluster_specs
 from cluster_specs.loader import load_cluster, parse_cluster
 from cluster_specs.schema import ClusterSpec
+from cluster_specs.strict_yaml import parse_mapping
 from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
 
@@ -36,6 +37,26 @@ SPEC = {
     "offers": [{"accelerators": "A100-80GB", "price_per_gpu_hour": 1.69, "max_count": 4}],
 }
 TREES = [SPEC, *map(yaml.safe_load, TEXTS)]
+
+# PyYAML leaves text such as 1e5 unquoted: in YAML 1.1 it is no number.
+TEXT = st.text(max_size=12).filter(lambda text: not text[:1].isdigit() and text[:1] not in {"+", "-", "."})
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(TEXT, PLAIN, min_size=1, max_size=4), st.booleans())
+@BOUNDED
+def test_plain_data_is_read_as_pyyaml_wrote_it(data, flow):
+    assert parse_mapping(yaml.safe_dump(data, default_flow_style=flow), "file") == data
+
+
+def test_without_libyaml_the_same_is_read(monkeypatch):
+    read = [parse_mapping(text.decode(), "file") for text in TEXTS]
+    monkeypatch.setattr("cluster_specs.strict_yaml._Parser", cluster_specs.strict_yaml._PythonParser)
+    assert [parse_mapping(text.decode(), "file") for text in TEXTS] == read
 
 
 def check_spec(load):
