@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
@@ -321,7 +323,22 @@ async def _load_tokenizer(placement: Placement, folder: Path | None) -> Tokenize
     """The model's, or, for an emulated model without files, one of numbers."""
     if folder is None:
         return NumberTokenizer(placement.model.vocab)
-    return await asyncio.to_thread(ModelTokenizer.load, folder)
+    return await _beside(partial(ModelTokenizer.load, folder))
+
+
+async def _beside(call: Callable[[], Result]) -> Result:
+    """What a call returns, from a thread of its own. This process does not wait for it when it ends."""
+    result: concurrent.futures.Future[Result] = concurrent.futures.Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
 async def _start(

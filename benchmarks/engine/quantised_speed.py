@@ -1,14 +1,16 @@
-"""Compare quantised checkpoints with the same model in float32, and with vLLM on CPUs.
+"""Compare quantised checkpoints with the same model in float32, and with vLLM and llama.cpp on CPUs.
 
     python -m benchmarks.engine.quantised_speed [--rounds 3] [--batches 1,8] [--layers 8]
-        [--attempts 1] [--formats float32 W8A8 ...] [--vllm-python PYTHON]
+        [--attempts 1] [--formats float32 W8A8 ...] [--vllm-python PYTHON] [--llama-cpp-python PYTHON]
 
 A random Llama of 0.4 billion parameters is written in float32, bfloat16, int8 (compressed-tensors, per
 channel), W8A8 (the same, with activations in int8, too), fp8 (per channel) and int4 (GPTQ, groups of 128);
 what these do not quantise is in bfloat16. Each side is a process of its own, as in engine_speed: our engine
 once for each checkpoint, computing in float32; vLLM (--vllm-python) in float32, and in bfloat16 with the W8A8
-and int4 checkpoints, for which it has kernels. Sides take turns in each round, with greedy sampling: prompts
-of 128 tokens with 64 new ones at each batch size, then one prompt of 512 tokens.
+and int4 checkpoints, for which it has kernels; llama.cpp (--llama-cpp-python: an interpreter that has
+llama-cpp-python, gguf and safetensors) with the float32 weights, and with those that it has made of them in
+bfloat16, Q8_0 and Q4_0, whose inputs it rounds to 8 bits, in blocks of 32. Sides take turns in each round,
+with greedy sampling: prompts of 128 tokens with 64 new ones at each batch size, then one of 512 tokens.
 
 Prints, for each side, the weights that our worker keeps in memory, and tokens/s: the median over rounds, and
 what the fastest tenth of decode steps (the fastest prefill) reaches, which other programs disturb least. In
@@ -63,6 +65,7 @@ FORMATS = {
 """Names in `quantised`, the module of the tests that writes them."""
 NAMES = (FLOAT32, BFLOAT16, *FORMATS)
 BY_VLLM = {FLOAT32: FLOAT32, "W8A8": BFLOAT16, "int4": BFLOAT16}
+BY_LLAMA_CPP = {FLOAT32: "F32", BFLOAT16: "BF16", "W8A8": "Q8_0", "int4": "Q4_0"}
 MEMORY_GIB = 8
 
 
@@ -111,6 +114,12 @@ def sides(folders: dict[str, Path], work: Path, options: argparse.Namespace) -> 
             script = str(ROOT / SIDES / "vllm_offline.py")
             command = [options.vllm_python, script, str(folders[name]), dtype, "compiled"]
             found.append(stack.enter_context(started(f"vllm {name}", ROOT, command)))
+        for name, kind in BY_LLAMA_CPP.items() if options.llama_cpp_python else ():
+            if name not in folders:
+                continue
+            script = str(ROOT / SIDES / "llama_cpp_batches.py")
+            command = [options.llama_cpp_python, script, str(folders[FLOAT32]), kind]
+            found.append(stack.enter_context(started(f"llama.cpp {kind}", ROOT, command)))
         yield found
 
 
@@ -137,6 +146,7 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=1)
     parser.add_argument("--formats", nargs="*", default=NAMES, choices=NAMES, help="float32 is always one")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
+    parser.add_argument("--llama-cpp-python", help="interpreter of an environment with llama.cpp")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     cases = [Case(int(batch), PROMPT_TOKENS, NEW_TOKENS) for batch in options.batches.split(",")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import platform
@@ -18,6 +19,7 @@ from cost_model.errors import InputError
 from runtime.launcher.process import end_with_parent, show_as
 
 STOP_GRACE_S = 3.0
+KILL_EVERY_S = 0.1
 WORKER_ENVIRONMENT = {
     # Threads spin while they wait for the next kernel of a step, and sleep until the next step.
     "GOMP_SPINCOUNT": "20000",
@@ -92,10 +94,11 @@ class WorkerProcesses:
 
     async def stop(self) -> None:
         """Leave no process behind. Workers that were told to shut down have a while for it. May be called
-        twice; nothing is started afterwards."""
+        twice; nothing is started afterwards, and nobody waits for the fork server to load the engine."""
         self._stopping.set()
-        if self._spawning:
-            await asyncio.wait(self._spawning)
+        while self._spawning:
+            _kill_fork_server()
+            await asyncio.wait(self._spawning, timeout=KILL_EVERY_S)
         await self.join()
         for process in self._processes.values():
             process.terminate()
@@ -128,6 +131,14 @@ class WorkerProcesses:
             process.join(max(deadline - time.monotonic(), 0))
             if process.exitcode is not None:
                 del self._processes[worker]
+
+
+def _kill_fork_server() -> None:
+    """End the fork server, and its workers with it, whatever it does now; who waits for it goes on."""
+    server = getattr(forkserver, "_forkserver", None)
+    if pid := getattr(server, "_forkserver_pid", None):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _stop_helpers() -> None:

@@ -17,6 +17,7 @@ from hexgen2.placement import Placement, Route, Stage
 from runtime.p2p.membership.membership import LOOPBACK_LISTEN
 
 MAIN = [sys.executable, "-c", "from hexgen2.cli import main; main()"]
+PATIENT_MAIN = [*MAIN[:2], "from runtime import liveness; liveness.PERIODS = 1000; " + MAIN[2]]
 TOKENS = 250
 LONG = {"model": "tiny-llama", "prompt": "the", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
 GONE_S = 60.0
@@ -88,12 +89,16 @@ class Node(Process):
 
 
 class Head(Server):
-    """A `hexgen2 launch --launcher p2p` process that knows the address of only one node."""
+    """A `hexgen2 launch --launcher p2p` process that knows the address of only one node. A patient one never
+    takes a worker that is slow to answer, on a machine that is busy, for one that is lost."""
 
-    def __init__(self, work: Path, placement: Path, model: Path, node: Node, *options: str) -> None:
+    def __init__(
+        self, work: Path, placement: Path, model: Path, node: Node, *options: str, patient: bool = False
+    ) -> None:
         how = ["--launcher", "p2p", "--identity", str(work / "head.key"), "--join", node.address, *options]
         where = ["--model-path", str(model), "--port", "0", "--network-key", str(network_key(work))]
-        Process.__init__(self, [*MAIN, "launch", str(placement), *where, *how], work / "head.log")
+        main = PATIENT_MAIN if patient else MAIN
+        Process.__init__(self, [*main, "launch", str(placement), *where, *how], work / "head.log")
 
 
 def network_key(work: Path) -> Path:

@@ -218,7 +218,7 @@ def fleet(model_folder, tmp_path_factory):
     processes = [Node("left", work, model_folder, [])]
     try:
         processes.append(Node("right", work, model_folder, [processes[0]]))
-        head = Head(work, work / "placement.json", model_folder, processes[0])
+        head = Head(work, work / "placement.json", model_folder, processes[0], patient=True)
         processes.append(head)
         yield work, head.until_serving(), processes[0]
     finally:

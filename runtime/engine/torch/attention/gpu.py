@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from runtime.engine.torch.attention.base import PLAIN, Attention, Batch, Part, Scoring, Single
 from runtime.engine.torch.compiled import triton_runs
-from runtime.kv_cache.pool import CacheShape
+from runtime.kv_cache.pool import CacheShape, PagedCache
 
 if TYPE_CHECKING:
     from runtime.engine.torch.models.rope import Rotary
@@ -71,6 +70,10 @@ class Plan:
 
 class GpuAttention(Attention):
     """By Triton and torch's operator."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__(cache)
+        import torch.nn.attention.bias  # noqa: F401 - seconds, with torch's compiler: not where there is no GPU
 
     @classmethod
     def serves(cls, shape: CacheShape) -> bool:
@@ -175,6 +178,8 @@ def attend_chunk(
 ) -> torch.Tensor:
     """The last tokens of a context attend to what came before each, by torch's operator: query
     [n, heads, head_dim], keys and values [context, kv_heads, head_dim] -> [n, heads, head_dim]."""
+    from torch.nn.attention.bias import causal_lower_right
+
     length, context, group = len(query), len(keys), query.shape[1] // keys.shape[1]
     whole = length == context
     answer = F.scaled_dot_product_attention(
