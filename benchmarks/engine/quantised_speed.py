@@ -109,18 +109,25 @@ def sides(folders: dict[str, Path], work: Path, options: argparse.Namespace) -> 
             command = [sys.executable, str(ROOT / SIDES / "our_engine.py"), str(folder), FLOAT32]
             found.append(stack.enter_context(started(f"hexgen2 {name}", ROOT, [*command, str(placement)])))
         for name, dtype in BY_VLLM.items() if options.vllm_python else ():
-            if name not in folders:
-                continue
-            script = str(ROOT / SIDES / "vllm_offline.py")
-            command = [options.vllm_python, script, str(folders[name]), dtype, "compiled"]
-            found.append(stack.enter_context(started(f"vllm {name}", ROOT, command)))
+            if name in folders:
+                script = str(ROOT / SIDES / "vllm_offline.py")
+                command = [options.vllm_python, script, str(folders[name]), dtype, "compiled"]
+                found += _if_it_starts(stack, f"vllm {name}", command)
         for name, kind in BY_LLAMA_CPP.items() if options.llama_cpp_python else ():
-            if name not in folders:
-                continue
-            script = str(ROOT / SIDES / "llama_cpp_batches.py")
-            command = [options.llama_cpp_python, script, str(folders[FLOAT32]), kind]
-            found.append(stack.enter_context(started(f"llama.cpp {kind}", ROOT, command)))
+            if name in folders:
+                script = str(ROOT / SIDES / "llama_cpp_batches.py")
+                command = [options.llama_cpp_python, script, str(folders[FLOAT32]), kind]
+                found += _if_it_starts(stack, f"llama.cpp {kind}", command)
         yield found
+
+
+def _if_it_starts(stack: ExitStack, name: str, command: list[str]) -> list[Side]:
+    """A side of a peer; none if this build of it cannot run the format here."""
+    try:
+        return [stack.enter_context(started(name, ROOT, command))]
+    except SystemExit as failed:
+        print(f"{name} did not start: {str(failed).strip().splitlines()[-1]}", flush=True)
+        return []
 
 
 def weights_mb(folder: Path) -> float:
@@ -173,7 +180,7 @@ def main() -> None:
             ours, base = (rates(case, seen[name, case]) for name in (side.name, f"hexgen2 {FLOAT32}"))
             shown = [f"{own:.1f} ({own / other:.2f})" for own, other in zip(ours, base, strict=True)]
             cells.append(", ".join(shown))
-        size = f"{weights[side.name.split()[1]]:.0f}" if "hexgen2" in side.name else ""
+        size = f"{weights[side.name.split()[1]]:.0f}" if side.name.startswith("hexgen2") else ""
         print(f"| {side.name} | {size} | " + " | ".join(cells) + " |")
 
 

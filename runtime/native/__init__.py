@@ -1,6 +1,6 @@
 """Compiled kernels: for what a step computes in float32 and bfloat16 on CPUs (kernels.cpp), its products with
-weights (products.cpp), also with quantised ones (quantised.cpp) and of integers on both sides (integers.cpp),
-to copy KV caches (copies.cpp), and to read weights (loading.cpp).
+weights (products.cpp), also with quantised ones (quantised.cpp, rounded.cpp) and of integers on both sides
+(integers.cpp), to copy KV caches (copies.cpp), and to read weights (loading.cpp).
 
 Values in bfloat16 are computed with in float32, and rounded when they are written.
 
@@ -20,11 +20,12 @@ from runtime.native.kernels import (
     store_heads,
     turn_and_store,
 )
-from runtime.native.library import copies, multiplies, multiplies_pairs, panel_width, serves
+from runtime.native.library import copies, multiplies, multiplies_pairs, multiplies_words, panel_width, serves
 from runtime.native.loading import pack_codes, pack_rows, read_pieces
 from runtime.native.memory import mapped, use_large_pages
 from runtime.native.products import Grouped, empty_panels, linear, pack, pack_bias, pack_mxfp4
 from runtime.native.quantised import Quantised, linear_quantised
+from runtime.native.rounded import Rounded, inputs_of_word, linear_rounded, pack_words
 from runtime.native.tokens import copy_tokens, count_tokens
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "GroupedIntegers",
     "Integers",
     "Quantised",
+    "Rounded",
     "Spans",
     "attend_chunk",
     "attend_paged",
@@ -44,17 +46,21 @@ __all__ = [
     "empty_panels",
     "find_ranges",
     "gate",
+    "inputs_of_word",
     "linear",
     "linear_quantised",
+    "linear_rounded",
     "mapped",
     "multiplies",
     "multiplies_pairs",
+    "multiplies_words",
     "pack",
     "pack_bias",
     "pack_bytes",
     "pack_codes",
     "pack_mxfp4",
     "pack_rows",
+    "pack_words",
     "panel_width",
     "read_pieces",
     "rms_norm",

@@ -20,6 +20,7 @@ _ARGUMENTS = {
     "store_heads": "pllplllpl",
     "multiply_packed": "plllpplp",
     "multiply_quantised": "plllppllplplplp",
+    "multiply_rounded": "plllplpllplplplp",
     "multiply_integers": "pplllpplp",
     "find_ranges": "pllp",
     "multiply_grouped": "pplllpplp",
@@ -34,6 +35,7 @@ _ARGUMENTS = {
     "attends_to": "l",
     "multiplies_pairs": "",
     "multiplies_bytes": "",
+    "multiplies_words": "",
     "has_tiles": "",
     "panel_width": "",
 }
@@ -41,6 +43,7 @@ _RESULTS = {
     "attends_to": ctypes.c_int,
     "multiplies_pairs": ctypes.c_int,
     "multiplies_bytes": ctypes.c_int,
+    "multiplies_words": ctypes.c_int,
     "has_tiles": ctypes.c_int,
     "panel_width": ctypes.c_long,
     "count_tokens": ctypes.c_long,
@@ -79,6 +82,12 @@ def multiplies_bytes() -> int:
     them; 0: none."""
     library = loaded()
     return 0 if library is None else library.multiplies_bytes()
+
+
+def multiplies_words() -> bool:
+    """Whether this processor multiplies integers of 16 bits faster than floats (x86 with VNNI, or AVX2 alone)."""
+    library = loaded()
+    return library is not None and bool(library.multiplies_words())
 
 
 def panel_width() -> int:

@@ -1,5 +1,5 @@
 // What products with weights in panels share, whatever the weights are: a function for each number of rows, the order
-// of rows and panels, and what threads share.
+// of rows and panels, scales, and what threads share.
 
 #pragma once
 
@@ -35,6 +35,23 @@ inline void for_panels(long rows, const Word *packed, long size, long near, long
         for (long group = 0; group < groups; ++group)
             run(panel, rows * group / groups, rows * (group + 1) / groups,
                 packed + panel * size + (groups == 1 ? near : group == groups - 1 ? size : 0));
+}
+
+// Scales of quantised weights, by their type.
+enum ScaleType { FLOAT32, FLOAT16, BFLOAT16 };
+
+inline Floats read_scales(const void *scales, long type, long at) {
+    if (type == FLOAT32) return load(static_cast<const float *>(scales) + at);
+    const Ints bits = widened(static_cast<const uint16_t *>(scales) + at);
+    if (type == BFLOAT16) return as_floats(bits << 16);
+    const Floats size = as_floats((bits & 0x7fff) << 13) * 0x1p112f; // also right for subnormal numbers
+    return as_floats(((bits & 0x8000) << 16) | (Ints)size);
+}
+
+inline float read_scale(const void *scales, long type, long at) {
+    if (type == FLOAT32) return static_cast<const float *>(scales)[at];
+    uint16_t bits[LANES] = {static_cast<const uint16_t *>(scales)[at]};
+    return read_scales(bits, type, 0)[0];
 }
 
 // What one thread does at a time: all rows of a group, from `row` on, with some panels of its matrix.

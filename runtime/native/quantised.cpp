@@ -47,22 +47,6 @@ struct SmallFloats {
     }
 };
 
-enum ScaleType { FLOAT32, FLOAT16, BFLOAT16 };
-
-inline Floats read_scales(const void *scales, long type, long at) {
-    if (type == FLOAT32) return load(static_cast<const float *>(scales) + at);
-    const Ints bits = widened(static_cast<const uint16_t *>(scales) + at);
-    if (type == BFLOAT16) return as_floats(bits << 16);
-    const Floats size = as_floats((bits & 0x7fff) << 13) * 0x1p112f; // also right for subnormal numbers
-    return as_floats(((bits & 0x8000) << 16) | (Ints)size);
-}
-
-inline float read_scale(const void *scales, long type, long at) {
-    if (type == FLOAT32) return static_cast<const float *>(scales)[at];
-    uint16_t bits[LANES] = {static_cast<const uint16_t *>(scales)[at]};
-    return read_scales(bits, type, 0)[0];
-}
-
 struct Weights {
     const uint8_t *codes;
     const void *scales;

@@ -17,6 +17,7 @@ from runtime.engine.torch.quantised.formats import FORMATS
 from runtime.engine.torch.quantised.integers import IntegerProduct, IntegerWeight, rounding
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.part import Part, is_quantised
+from runtime.engine.torch.quantised.rounded import RoundedWeight
 from runtime.engine.torch.quantised.weight import QuantisedWeight, stacked
 from runtime.options import TORCH_QUANTISED
 
@@ -103,6 +104,9 @@ def _product(weight: QuantisedWeight, bias: torch.Tensor | None, agree: Agree | 
     if activations is not None and native.serves(torch.float32, weight.codes.device):
         integers = IntegerWeight(weight, activations)
         return IntegerProduct(integers, bias, agree), integers.nbytes
+    if activations is None and RoundedWeight.serves(weight):
+        rounded = RoundedWeight(weight)
+        return rounded.product(bias), rounded.nbytes
     packed = PackedWeight(weight)
     product = packed.product(bias)
     if activations is None:

@@ -34,15 +34,10 @@ class PackedWeight:
         self.kind, (self.outputs, self.inputs) = weight.kind, weight.codes.shape
         self.on_cpu = native.serves(torch.float32, weight.codes.device)
         self.width = native.panel_width() if self.on_cpu else 32
-        groups, order = weight.groups.sort(stable=True)
-        in_order = torch.equal(groups, weight.groups)
-        self.order = None if in_order else order.int()
-        self.runs = _runs_of(groups)
-        self.codes = self._packed(weight.codes if in_order else weight.codes[:, order])
+        self.order, self.runs, codes = in_order(weight)
+        self.codes = self._packed(codes)
         self.zeros = None if weight.zeros is None else self._packed(weight.zeros)
-        scales = self._in_panels(weight.scales).transpose(1, 2)
-        alike = bool((scales == scales[..., :1]).all())
-        self.scales = (scales[..., :1] if alike else scales).contiguous()
+        self.scales = packed_scales(weight.scales, self.width)
 
     @property
     def nbytes(self) -> int:
@@ -88,18 +83,11 @@ class PackedWeight:
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.order is None else x.index_select(1, self.order)
 
-    def _in_panels(self, rows: torch.Tensor) -> torch.Tensor:
-        """[out, n] -> [panels, width, n]; the last row is repeated to fill the last panel."""
-        missing = -len(rows) % self.width
-        if missing:
-            rows = torch.cat((rows, rows[-1:].expand(missing, -1)))
-        return rows.view(-1, self.width, rows.shape[1])
-
     def _packed(self, codes: torch.Tensor) -> torch.Tensor:
         """[out, n] uint8 -> [panels, n, bytes]."""
         if self.on_cpu:
             return native.pack_codes(codes, self.kind == Kind.INT4, self.kind.middle)
-        panels = self._in_panels(codes).transpose(1, 2)
+        panels = in_panels(codes, self.width)
         if self.kind == Kind.INT4:
             low, high = panels.chunk(2, dim=-1)
             return (low | (high << 4)).contiguous()
@@ -112,7 +100,31 @@ class PackedWeight:
         return packed.view(torch.int8 if self.kind == Kind.INT8 else torch.float8_e4m3fn).float()
 
 
-def _runs_of(groups: torch.Tensor) -> torch.Tensor:
+def in_order(weight: QuantisedWeight) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """A matrix with its inputs in the order of their groups: that order [in] (None: as they are), the runs,
+    and the codes."""
+    groups, order = weight.groups.sort(stable=True)
+    if torch.equal(groups, weight.groups):
+        return None, runs_of(groups), weight.codes
+    return order.int(), runs_of(groups), weight.codes[:, order]
+
+
+def in_panels(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """[out, n] -> [panels, n, width]; the last row is repeated to fill the last panel."""
+    missing = -len(rows) % width
+    if missing:
+        rows = torch.cat((rows, rows[-1:].expand(missing, -1)))
+    return rows.view(-1, width, rows.shape[1]).transpose(1, 2)
+
+
+def packed_scales(scales: torch.Tensor, width: int) -> torch.Tensor:
+    """[out, groups] -> [panels, groups, width], or [panels, groups, 1] where all outputs of a panel have the same."""
+    panels = in_panels(scales, width)
+    alike = bool((panels == panels[..., :1]).all())
+    return (panels[..., :1] if alike else panels).contiguous()
+
+
+def runs_of(groups: torch.Tensor) -> torch.Tensor:
     """[runs, 3] int32 of sorted groups [in]."""
     numbers, counts = groups.unique_consecutive(return_counts=True)
     runs, first = list[tuple[int, int, int]](), 0

@@ -1,0 +1,62 @@
+"""Matrices of integers whose inputs the compiled kernel rounds to integers of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from runtime import native
+from runtime.engine.torch.quantised.packed import in_order, in_panels, packed_scales, runs_of
+from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
+
+
+class RoundedWeight:
+    """A matrix of integers [out, in] in memory, which `serves` must allow.
+
+    Outputs are in panels of `native.panel_width()`, the last one padded; inputs are in the order of their
+    groups.
+
+    Attributes
+    ----------
+    codes : [panels, words, width, 4] uint8, see `native.pack_words`; INT8 is signed here, so that its zero is 0
+    scales : [panels, groups, width], or [panels, groups, 1] where all outputs of a panel have the same
+    zeros : [panels, groups, width] uint8, codes; or None
+    runs : [runs, 3] int32: first input, end, and group
+    order : [in] the inputs in the order of the codes; None: as they are
+    """
+
+    def __init__(self, weight: QuantisedWeight) -> None:
+        self.kind, self.outputs, width = weight.kind, len(weight.codes), native.panel_width()
+        self.order, self.runs, codes = in_order(weight)
+        signs = self.kind.middle if self.kind == Kind.INT8 else 0
+        self.codes = native.pack_words(codes ^ signs, self.kind.bits)
+        self.zeros: torch.Tensor | None = None
+        if weight.zeros is not None:
+            self.zeros = (in_panels(weight.zeros, width) ^ signs).contiguous()
+        self.scales = packed_scales(weight.scales, width)
+
+    @staticmethod
+    def serves(weight: QuantisedWeight) -> bool:
+        """Whether the kernel multiplies by such a matrix on this machine."""
+        if weight.kind == Kind.FP8 or not native.serves(torch.float32, weight.codes.device):
+            return False
+        size = native.inputs_of_word(weight.kind.bits)
+        firsts = runs_of(weight.groups.sort().values)[:, 0]
+        return native.multiplies_words() and not bool((firsts % size).any())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        parts = (self.codes, self.scales, self.zeros, self.runs, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def product(self, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """x [n, in] of any type -> x @ weight^T + bias [n, out], in the same type."""
+        added = None if bias is None else native.pack_bias(bias)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            ordered = x if self.order is None else x.index_select(1, self.order)
+            return native.linear_rounded(ordered.float().contiguous(), self, added).to(x.dtype)
+
+        return run

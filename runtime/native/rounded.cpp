@@ -1,0 +1,240 @@
+// Products of float32 activations with weights that are integers of 4 or 8 bits, with a scale and perhaps a zero for
+// each group of inputs. `rounded.py` documents the arguments.
+//
+// Each run of inputs of a row is rounded to integers of 16 bits with a scale of its own. Products of integers are
+// summed exactly, and a processor multiplies twice as many pairs of 16 bits as floats at a time.
+
+#include "products.h"
+
+#include <memory>
+
+// GCC 11 came with an assembler that knows them.
+#if defined(__AVX512F__) && __GNUC__ >= 11
+#define HAS_WORD_DOTS 1
+#endif
+
+namespace {
+
+constexpr float LARGEST = 32767, SMALLEST = 1e-30f;
+constexpr long AHEAD = 16;            // words of a panel between what is prefetched and what is used
+constexpr long BLOCK_BYTES = 1 << 19; // of x, which stays in the L2 cache while all panels pass
+
+#if defined(__AVX2__)
+
+// How a word of a panel holds the codes of neighbouring inputs for one output: `pair` is two of them in 16 bits each,
+// inputs 2 * AT and 2 * AT + 1 of the word. Zeros of a group are codes, too, in bytes.
+
+struct Nibbles {
+    static constexpr long PAIRS = 4;
+    static constexpr int32_t MIDDLE = 8;
+    template <int AT> static inline Ints pair(const Ints &word) { return (word >> 4 * AT) & 0x000f000f; }
+    static inline Ints zeros(const uint8_t *from) { return widened(from); }
+};
+
+struct SignedBytes {
+    static constexpr long PAIRS = 2;
+    static constexpr int32_t MIDDLE = 0;
+    template <int AT> static inline Ints pair(const Ints &word) {
+#if defined(__AVX512F__)
+        const __m512i lower = AT ? (__m512i)word : _mm512_slli_epi16((__m512i)word, 8);
+        return (Ints)_mm512_srai_epi16(lower, 8);
+#else
+        const __m256i lower = AT ? (__m256i)word : _mm256_slli_epi16((__m256i)word, 8);
+        return (Ints)_mm256_srai_epi16(lower, 8);
+#endif
+    }
+    static inline Ints zeros(const uint8_t *from) { return widened(reinterpret_cast<const int8_t *>(from)); }
+};
+
+// Adds the products of two pairs to a sum: by an instruction (VNNI), or by two.
+inline void add_product(Ints &sum, const Ints &weights, const Ints &x) {
+#if defined(HAS_WORD_DOTS)
+    // by its name, since this build serves processors without it, too
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+#elif defined(__AVX512F__)
+    sum += (Ints)_mm512_madd_epi16((__m512i)weights, (__m512i)x);
+#else
+    sum += (Ints)_mm256_madd_epi16((__m256i)weights, (__m256i)x);
+#endif
+}
+
+// What the codes of a row's run stand for, code * scale, and their sum.
+struct Step {
+    float scale;
+    int32_t sum;
+};
+
+struct Weights {
+    const int32_t *codes;
+    const void *scales;
+    const uint8_t *zeros; // or null
+    const int32_t *runs;  // [count, 3]: first input, end, group
+    const float *bias;    // or null
+    long inputs, words, groups, count, scale_type, scale_width;
+};
+
+typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
+typedef int16_t Codes16 __attribute__((may_alias)); // pairs of them are read as words
+
+// The codes of a run of a row.
+Step round_run(const float *x, long count, Codes16 *codes) {
+    Floats highest{}, spoilt{};
+    const auto look = [&](const Floats &values) {
+        const Floats sizes = values < 0.f ? -values : values;
+        highest = sizes > highest ? sizes : highest;
+        spoilt += values * 0.f;
+    };
+    const auto rest_of = [&](long at) {
+        Floats values{};
+        std::memcpy(&values, x + at, (count - at) * sizeof(float));
+        return values;
+    };
+    const long whole = count / LANES * LANES;
+    for (long at = 0; at < whole; at += LANES) look(load(x + at));
+    if (whole < count) look(rest_of(whole));
+    float largest = 0, rest = 0;
+    for (int lane = 0; lane < LANES; ++lane) largest = std::max(largest, highest[lane]), rest += spoilt[lane];
+    const float inverse = largest > SMALLEST ? LARGEST / largest : 0.f;
+    if (rest != rest) {
+        std::fill(codes, codes + count, static_cast<int16_t>(0));
+        return {rest, 0}; // what is not a number makes all results none
+    }
+    Ints sums{};
+    for (long at = 0; at < count; at += LANES) {
+        const Ints found = nearest((at < whole ? load(x + at) : rest_of(at)) * inverse);
+        sums += found;
+        const auto shorts = __builtin_convertvector(found, Shorts);
+        std::memcpy(codes + at, &shorts, std::min<long>(LANES, count - at) * sizeof(int16_t));
+    }
+    int32_t sum = 0;
+    for (int lane = 0; lane < LANES; ++lane) sum += sums[lane];
+    return {largest / LARGEST, sum};
+}
+
+// The codes of a row, padded with zeros.
+void round_row(const float *x, const Weights &weights, Step *steps, int32_t *words, long x_row) {
+    Codes16 *const codes = reinterpret_cast<Codes16 *>(words);
+    for (long run = 0; run < weights.count; ++run) {
+        const int32_t first = weights.runs[3 * run], end = weights.runs[3 * run + 1];
+        steps[run] = round_run(x + first, end - first, codes + first);
+    }
+    std::fill(codes + weights.inputs, codes + 2 * x_row, static_cast<int16_t>(0));
+}
+
+template <typename Codes> struct Product {
+    template <int ROWS> static constexpr int CHAINS = ROWS == 1 ? 4 : ROWS < 4 ? 2 : 1; // sums that do not wait
+
+    template <int ROWS, int AT>
+    static inline void add_pairs(const int32_t *x, long x_row, const Ints *words,
+                                 Ints (*sums)[ROWS][PANEL_VECTORS]) {
+        if constexpr (AT < Codes::PAIRS) {
+            Ints pairs[PANEL_VECTORS];
+            for (int part = 0; part < PANEL_VECTORS; ++part) pairs[part] = Codes::template pair<AT>(words[part]);
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; ++row) {
+                const Ints two = Ints{} + x[row * x_row + AT];
+#pragma GCC unroll 2
+                for (int part = 0; part < PANEL_VECTORS; ++part)
+                    add_product(sums[AT % CHAINS<ROWS>][row][part], pairs[part], two);
+            }
+            add_pairs<ROWS, AT + 1>(x, x_row, words, sums);
+        }
+    }
+
+    // ROWS rows of x times one panel.
+    template <int ROWS>
+    static void multiply(const int32_t *x, long x_row, const Step *steps, const Weights &weights, long panel,
+                         const int32_t *ahead, float *output, long output_row, long width) {
+        constexpr long WORD = 2 * Codes::PAIRS;
+        float totals[ROWS][PANEL] = {};
+        const int32_t *codes = weights.codes + panel * weights.words * PANEL;
+        for (long run = 0; run < weights.count; ++run) {
+            const long first = weights.runs[3 * run] / WORD, end = (weights.runs[3 * run + 1] + WORD - 1) / WORD;
+            const int32_t *own = x + first * Codes::PAIRS;
+            Ints sums[CHAINS<ROWS>][ROWS][PANEL_VECTORS] = {};
+            for (long word = first; word < end; ++word, codes += PANEL, ahead += PANEL, own += Codes::PAIRS) {
+                Ints words[PANEL_VECTORS];
+                for (int part = 0; part < PANEL_VECTORS; ++part) {
+                    words[part] = load_words(codes + part * LANES);
+                    __builtin_prefetch(ahead + part * LANES, 0, 2);
+                }
+                add_pairs<ROWS, 0>(own, x_row, words, sums);
+            }
+            const long at = panel * weights.groups + weights.runs[3 * run + 2];
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                const Floats scale = weights.scale_width == 1
+                                         ? all(read_scale(weights.scales, weights.scale_type, at))
+                                         : read_scales(weights.scales, weights.scale_type, at * PANEL + part * LANES);
+                const Ints zero = weights.zeros ? Codes::zeros(weights.zeros + at * PANEL + part * LANES)
+                                                : Ints{} + Codes::MIDDLE;
+                for (int row = 0; row < ROWS; ++row) {
+                    const Step &step = steps[row * weights.count + run];
+                    Ints sum = sums[0][row][part] - zero * step.sum;
+                    for (int chain = 1; chain < CHAINS<ROWS>; ++chain) sum += sums[chain][row][part];
+                    float *const total = totals[row] + part * LANES;
+                    store(total, load(total) + __builtin_convertvector(sum, Floats) * (scale * step.scale));
+                }
+            }
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (long at = 0; at < width; ++at)
+                output[row * output_row + at] = totals[row][at] + (weights.bias ? weights.bias[panel * PANEL + at] : 0.f);
+    }
+};
+
+template <typename Codes>
+void multiply_all(const float *x, long rows, const Weights &weights, long outputs, float *output) {
+    const long x_row = weights.words * Codes::PAIRS;
+    const std::unique_ptr<int32_t[]> laid_out(new int32_t[rows * x_row]);
+    const std::unique_ptr<Step[]> steps(new Step[rows * weights.count]);
+    const int64_t counts[] = {rows};
+    const std::vector<Piece> pieces = in_pieces(counts, 1, outputs);
+    const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
+#pragma omp parallel
+    {
+#pragma omp for
+        for (long row = 0; row < rows; ++row)
+            round_row(x + row * weights.inputs, weights, steps.get() + row * weights.count,
+                      laid_out.get() + row * x_row, x_row);
+#pragma omp for schedule(dynamic, 1)
+        for (long at = 0; at < static_cast<long>(pieces.size()); ++at)
+            for (long first = 0; first < rows; first += block)
+                for_panels(std::min(block, rows - first), weights.codes, weights.words * PANEL, AHEAD * PANEL,
+                           pieces[at].first_panel, pieces[at].end_panel,
+                           [&](long panel, long from, long to, const int32_t *ahead) {
+                               const long row = first + from;
+                               multiplies<Product<Codes>>.by_rows[to - from](
+                                   laid_out.get() + row * x_row, x_row, steps.get() + row * weights.count, weights, panel,
+                                   ahead, output + row * outputs + panel * PANEL, outputs,
+                                   std::min<long>(PANEL, outputs - panel * PANEL));
+                           });
+    }
+}
+#endif
+
+} // namespace
+
+extern "C" {
+
+// Whether this processor multiplies pairs of integers of 16 bits faster than floats.
+int multiplies_words() {
+#if defined(HAS_WORD_DOTS)
+    return __builtin_cpu_supports("avx512vnni") != 0;
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+void multiply_rounded([[maybe_unused]] const float *x, [[maybe_unused]] long rows, long inputs, [[maybe_unused]] long kind,
+                      const int32_t *codes, long words, const void *scales, long scale_type, long scale_width,
+                      const uint8_t *zeros, long groups, const int32_t *runs, long count, const float *bias,
+                      [[maybe_unused]] long outputs, [[maybe_unused]] float *output) {
+    [[maybe_unused]] const Weights weights{codes,  scales, zeros, runs,       bias,       inputs,
+                                           words, groups, count, scale_type, scale_width};
+#if defined(__AVX2__)
+    (kind == 0 ? multiply_all<Nibbles> : multiply_all<SignedBytes>)(x, rows, weights, outputs, output);
+#endif
+}
+}
