@@ -21,40 +21,41 @@ constexpr long BLOCK_BYTES = 1 << 19; // of x, which stays in the L2 cache while
 
 #if defined(__AVX2__)
 
-// How a word of a panel holds the codes of neighbouring inputs for one output: `pair` is two of them in 16 bits each,
-// inputs 2 * AT and 2 * AT + 1 of the word. Zeros of a group are codes, too, in bytes.
+// How a word of a panel holds the codes of neighbouring inputs for one output. `pair` is the first two that are left, in
+// 16 bits each, and `next` a word without them. Zeros of a group are codes, too, in bytes.
 
 struct Nibbles {
     static constexpr long PAIRS = 4;
     static constexpr int32_t MIDDLE = 8;
-    template <int AT> static inline Ints pair(const Ints &word) { return (word >> 4 * AT) & 0x000f000f; }
+    static inline Ints pair(const Ints &word) { return word & 0x000f000f; }
+    static inline Ints next(const Ints &word) { return word >> 4; }
     static inline Ints zeros(const uint8_t *from) { return widened(from); }
 };
 
 struct SignedBytes {
     static constexpr long PAIRS = 2;
     static constexpr int32_t MIDDLE = 0;
-    template <int AT> static inline Ints pair(const Ints &word) {
+    static inline Ints pair(const Ints &word) {
 #if defined(__AVX512F__)
-        const __m512i lower = AT ? (__m512i)word : _mm512_slli_epi16((__m512i)word, 8);
-        return (Ints)_mm512_srai_epi16(lower, 8);
+        return (Ints)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)word, 8), 8);
 #else
-        const __m256i lower = AT ? (__m256i)word : _mm256_slli_epi16((__m256i)word, 8);
-        return (Ints)_mm256_srai_epi16(lower, 8);
+        return (Ints)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)word, 8), 8);
 #endif
     }
+    static inline Ints next(const Ints &word) { return word >> 8; }
     static inline Ints zeros(const uint8_t *from) { return widened(reinterpret_cast<const int8_t *>(from)); }
 };
 
-// Adds the products of two pairs to a sum: by an instruction (VNNI), or by two.
-inline void add_product(Ints &sum, const Ints &weights, const Ints &x) {
+// A sum and the products of two pairs: by an instruction (VNNI), or by two.
+inline Ints with_product(Ints sum, const Ints &weights, const Ints &x) {
 #if defined(HAS_WORD_DOTS)
     // by its name, since this build serves processors without it, too
     asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+    return sum;
 #elif defined(__AVX512F__)
-    sum += (Ints)_mm512_madd_epi16((__m512i)weights, (__m512i)x);
+    return sum + (Ints)_mm512_madd_epi16((__m512i)weights, (__m512i)x);
 #else
-    sum += (Ints)_mm256_madd_epi16((__m256i)weights, (__m256i)x);
+    return sum + (Ints)_mm256_madd_epi16((__m256i)weights, (__m256i)x);
 #endif
 }
 
@@ -111,65 +112,94 @@ Step round_run(const float *x, long count, Codes16 *codes) {
     return {largest / LARGEST, sum};
 }
 
-// The codes of a row, padded with zeros.
-void round_row(const float *x, const Weights &weights, Step *steps, int32_t *words, long x_row) {
-    Codes16 *const codes = reinterpret_cast<Codes16 *>(words);
+// The rows that are multiplied together lie beside each other: the first pair of inputs of each, then the second.
+struct Place {
+    long first, rows, at; // the first of them, how many they are, and which of them a row is
+
+    // That of a row, of `count` in blocks of `block`, as `for_panels` divides each.
+    Place(long row, long count, long block) {
+        const long begin = row / block * block, size = std::min(block, count - begin);
+        const long groups = (size + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        long group = (row - begin) * groups / size;
+        while (size * (group + 1) / groups <= row - begin) ++group;
+        first = begin + size * group / groups;
+        rows = begin + size * (group + 1) / groups - first;
+        at = row - first;
+    }
+};
+
+// The codes of a row, padded with zeros, at its place. `codes` has room for them.
+void round_row(const float *x, const Weights &weights, const Place &place, Step *steps, int32_t *codes,
+               int32_t *laid_out, long x_row) {
+    Codes16 *const singly = reinterpret_cast<Codes16 *>(codes);
     for (long run = 0; run < weights.count; ++run) {
         const int32_t first = weights.runs[3 * run], end = weights.runs[3 * run + 1];
-        steps[run] = round_run(x + first, end - first, codes + first);
+        steps[run] = round_run(x + first, end - first, singly + first);
     }
-    std::fill(codes + weights.inputs, codes + 2 * x_row, static_cast<int16_t>(0));
+    std::fill(singly + weights.inputs, singly + 2 * x_row, static_cast<int16_t>(0));
+    int32_t *const to = laid_out + place.first * x_row + place.at;
+    for (long pair = 0; pair < x_row; ++pair) to[pair * place.rows] = codes[pair];
 }
 
 template <typename Codes> struct Product {
-    template <int ROWS> static constexpr int CHAINS = ROWS == 1 ? 4 : ROWS < 4 ? 2 : 1; // sums that do not wait
+    // Sums that do not wait for each other.
+    template <int ROWS> static constexpr int CHAINS = ROWS == 1 ? Codes::PAIRS : ROWS < 4 ? 2 : 1;
 
-    template <int ROWS, int AT>
-    static inline void add_pairs(const int32_t *x, long x_row, const Ints *words,
-                                 Ints (*sums)[ROWS][PANEL_VECTORS]) {
-        if constexpr (AT < Codes::PAIRS) {
-            Ints pairs[PANEL_VECTORS];
-            for (int part = 0; part < PANEL_VECTORS; ++part) pairs[part] = Codes::template pair<AT>(words[part]);
+    // Adds the products of the word's pairs with those of ROWS rows. Nothing is taken from the words ahead of time, or
+    // there would be too few registers for all sums.
+    template <int ROWS>
+    static inline void add_pairs(const int32_t *x, Ints *words, Ints (*sums)[ROWS][PANEL_VECTORS]) {
+#pragma GCC unroll 1
+        for (int at = 0; at < Codes::PAIRS; at += CHAINS<ROWS>)
+#pragma GCC unroll 4
+            for (int chain = 0; chain < CHAINS<ROWS>; ++chain, x += ROWS) {
+                Ints pairs[PANEL_VECTORS];
+                for (int part = 0; part < PANEL_VECTORS; ++part) {
+                    pairs[part] = Codes::pair(words[part]);
+                    words[part] = Codes::next(words[part]);
+                }
 #pragma GCC unroll 16
-            for (int row = 0; row < ROWS; ++row) {
-                const Ints two = Ints{} + x[row * x_row + AT];
+                for (int row = 0; row < ROWS; ++row) {
+                    const Ints two = Ints{} + x[row];
 #pragma GCC unroll 2
-                for (int part = 0; part < PANEL_VECTORS; ++part)
-                    add_product(sums[AT % CHAINS<ROWS>][row][part], pairs[part], two);
+                    for (int part = 0; part < PANEL_VECTORS; ++part)
+                        sums[chain][row][part] = with_product(sums[chain][row][part], pairs[part], two);
+                }
             }
-            add_pairs<ROWS, AT + 1>(x, x_row, words, sums);
-        }
     }
 
     // ROWS rows of x times one panel.
     template <int ROWS>
-    static void multiply(const int32_t *x, long x_row, const Step *steps, const Weights &weights, long panel,
+    static void multiply(const int32_t *x, const Step *steps, const Weights &weights, long panel,
                          const int32_t *ahead, float *output, long output_row, long width) {
         constexpr long WORD = 2 * Codes::PAIRS;
         float totals[ROWS][PANEL] = {};
         const int32_t *codes = weights.codes + panel * weights.words * PANEL;
         for (long run = 0; run < weights.count; ++run) {
             const long first = weights.runs[3 * run] / WORD, end = (weights.runs[3 * run + 1] + WORD - 1) / WORD;
-            const int32_t *own = x + first * Codes::PAIRS;
+            const int32_t *own = x + first * Codes::PAIRS * ROWS;
             Ints sums[CHAINS<ROWS>][ROWS][PANEL_VECTORS] = {};
-            for (long word = first; word < end; ++word, codes += PANEL, ahead += PANEL, own += Codes::PAIRS) {
+            for (long word = first; word < end; ++word, codes += PANEL, ahead += PANEL, own += Codes::PAIRS * ROWS) {
                 Ints words[PANEL_VECTORS];
                 for (int part = 0; part < PANEL_VECTORS; ++part) {
                     words[part] = load_words(codes + part * LANES);
                     __builtin_prefetch(ahead + part * LANES, 0, 2);
                 }
-                add_pairs<ROWS, 0>(own, x_row, words, sums);
+                add_pairs<ROWS>(own, words, sums);
             }
             const long at = panel * weights.groups + weights.runs[3 * run + 2];
+#pragma GCC unroll 2
             for (int part = 0; part < PANEL_VECTORS; ++part) {
                 const Floats scale = weights.scale_width == 1
                                          ? all(read_scale(weights.scales, weights.scale_type, at))
                                          : read_scales(weights.scales, weights.scale_type, at * PANEL + part * LANES);
                 const Ints zero = weights.zeros ? Codes::zeros(weights.zeros + at * PANEL + part * LANES)
                                                 : Ints{} + Codes::MIDDLE;
+#pragma GCC unroll 16
                 for (int row = 0; row < ROWS; ++row) {
                     const Step &step = steps[row * weights.count + run];
                     Ints sum = sums[0][row][part] - zero * step.sum;
+#pragma GCC unroll 4
                     for (int chain = 1; chain < CHAINS<ROWS>; ++chain) sum += sums[chain][row][part];
                     float *const total = totals[row] + part * LANES;
                     store(total, load(total) + __builtin_convertvector(sum, Floats) * (scale * step.scale));
@@ -192,10 +222,11 @@ void multiply_all(const float *x, long rows, const Weights &weights, long output
     const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
 #pragma omp parallel
     {
+        std::vector<int32_t> codes(x_row);
 #pragma omp for
         for (long row = 0; row < rows; ++row)
-            round_row(x + row * weights.inputs, weights, steps.get() + row * weights.count,
-                      laid_out.get() + row * x_row, x_row);
+            round_row(x + row * weights.inputs, weights, Place(row, rows, block), steps.get() + row * weights.count,
+                      codes.data(), laid_out.get(), x_row);
 #pragma omp for schedule(dynamic, 1)
         for (long at = 0; at < static_cast<long>(pieces.size()); ++at)
             for (long first = 0; first < rows; first += block)
@@ -204,7 +235,7 @@ void multiply_all(const float *x, long rows, const Weights &weights, long output
                            [&](long panel, long from, long to, const int32_t *ahead) {
                                const long row = first + from;
                                multiplies<Product<Codes>>.by_rows[to - from](
-                                   laid_out.get() + row * x_row, x_row, steps.get() + row * weights.count, weights, panel,
+                                   laid_out.get() + row * x_row, steps.get() + row * weights.count, weights, panel,
                                    ahead, output + row * outputs + panel * PANEL, outputs,
                                    std::min<long>(PANEL, outputs - panel * PANEL));
                            });
