@@ -85,7 +85,7 @@ def multiplies_bytes() -> int:
 
 
 def multiplies_words() -> bool:
-    """Whether this processor multiplies integers of 16 bits faster than floats (x86 with VNNI, or AVX2 alone)."""
+    """Whether this processor multiplies integers of 16 bits faster than floats (VNNI, or AVX2 alone)."""
     library = loaded()
     return library is not None and bool(library.multiplies_words())
 

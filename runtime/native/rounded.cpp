@@ -22,14 +22,18 @@ constexpr long BLOCK_BYTES = 1 << 19; // of x, which stays in the L2 cache while
 #if defined(__AVX2__)
 
 // How a word of a panel holds the codes of neighbouring inputs for one output. `pair` is the first two that are left, in
-// 16 bits each, and `next` a word without them. Zeros of a group are codes, too, in bytes.
+// 16 bits each, and `next` a word without them. Zeros of a group are codes, too: BYTES for all outputs of a panel.
 
 struct Nibbles {
     static constexpr long PAIRS = 4;
     static constexpr int32_t MIDDLE = 8;
     static inline Ints pair(const Ints &word) { return word & 0x000f000f; }
     static inline Ints next(const Ints &word) { return word >> 4; }
-    static inline Ints zeros(const uint8_t *from) { return widened(from); }
+    static constexpr long BYTES = PANEL / 2; // the lower four bits for the first half of the panel
+    static inline Ints zeros(const uint8_t *from, int part) {
+        static_assert(PANEL_VECTORS == 2, "a byte has a code for each of two vectors");
+        return part ? widened(from) >> 4 : widened(from) & 15;
+    }
 };
 
 struct SignedBytes {
@@ -43,7 +47,10 @@ struct SignedBytes {
 #endif
     }
     static inline Ints next(const Ints &word) { return word >> 8; }
-    static inline Ints zeros(const uint8_t *from) { return widened(reinterpret_cast<const int8_t *>(from)); }
+    static constexpr long BYTES = PANEL;
+    static inline Ints zeros(const uint8_t *from, int part) {
+        return widened(reinterpret_cast<const int8_t *>(from) + part * LANES);
+    }
 };
 
 // A sum and the products of two pairs: by an instruction (VNNI), or by two.
@@ -193,7 +200,7 @@ template <typename Codes> struct Product {
                 const Floats scale = weights.scale_width == 1
                                          ? all(read_scale(weights.scales, weights.scale_type, at))
                                          : read_scales(weights.scales, weights.scale_type, at * PANEL + part * LANES);
-                const Ints zero = weights.zeros ? Codes::zeros(weights.zeros + at * PANEL + part * LANES)
+                const Ints zero = weights.zeros ? Codes::zeros(weights.zeros + at * Codes::BYTES, part)
                                                 : Ints{} + Codes::MIDDLE;
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; ++row) {

@@ -11,8 +11,8 @@ from runtime.native import library
 from runtime.native.products import pack
 
 _IN_WORD = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
-"""By bits of a code: which input of a word each of its codes is, from the lowest bits on. So two neighbours come
-apart as integers of 16 bits."""
+"""By bits of a code: which input of a word each of its codes is, from the lowest bits on. So two neighbours
+come apart as integers of 16 bits."""
 
 
 class Rounded(Protocol):
@@ -34,7 +34,7 @@ def inputs_of_word(bits: int) -> int:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes [out, in] uint8 -> panels [out / width, in / inputs of a word, width, 4] uint8, padded with zeros."""
+    """Codes [out, in] uint8 -> panels [out / width, words, width, 4] uint8, padded with zeros."""
     order = _IN_WORD[bits]
     words = F.pad(codes, (0, -codes.shape[1] % len(order))).unflatten(1, (-1, len(order)))
     words = words[..., list(order)]

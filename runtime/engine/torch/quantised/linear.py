@@ -73,7 +73,8 @@ class Quantised:
             if isinstance(weight, QuantisedWeight):
                 size = len(weight.codes)
                 added = None if bias is None else bias[first : first + size]
-                product, held = _product(weight.padded(outputs) if outputs else weight, added, agree)
+                whole, dtype = weight.padded(outputs) if outputs else weight, self._checkpoint.dtype
+                product, held = _product(whole, added, dtype, agree)
                 self._checkpoint.bytes_read += held
                 products.append(Linear(product))
             else:
@@ -98,13 +99,15 @@ class Quantised:
         return self._checkpoint.read(name, part.shape, part.rows[1:], part.columns[1:], kept)
 
 
-def _product(weight: QuantisedWeight, bias: torch.Tensor | None, agree: Agree | None) -> tuple[Product, int]:
-    """x [n, in] -> x @ weight^T + bias [n, out], and the bytes that it holds."""
+def _product(
+    weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, agree: Agree | None
+) -> tuple[Product, int]:
+    """x [n, in] of a type -> x @ weight^T + bias [n, out], and the bytes that it holds."""
     activations = rounding(weight)
     if activations is not None and native.serves(torch.float32, weight.codes.device):
         integers = IntegerWeight(weight, activations)
         return IntegerProduct(integers, bias, agree), integers.nbytes
-    if activations is None and RoundedWeight.serves(weight):
+    if activations is None and dtype.itemsize == 2 and RoundedWeight.serves(weight):
         rounded = RoundedWeight(weight)
         return rounded.product(bias), rounded.nbytes
     packed = PackedWeight(weight)

@@ -1,4 +1,4 @@
-"""Matrices of integers whose inputs the compiled kernel rounds to integers of 16 bits."""
+"""Matrices of integers whose inputs, in bfloat16 or float16, become integers of 16 bits in the kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from runtime import native
-from runtime.engine.torch.quantised.packed import in_order, in_panels, packed_scales, runs_of
+from runtime.engine.torch.quantised.packed import in_order, packed_scales, runs_of
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 
 
@@ -19,22 +19,22 @@ class RoundedWeight:
 
     Attributes
     ----------
-    codes : [panels, words, width, 4] uint8, see `native.pack_words`; INT8 is signed here, so that its zero is 0
+    codes : [panels, words, width, 4] uint8, see `native.pack_words`; INT8 is signed here, so that its zero
+        is 0
     scales : [panels, groups, width], or [panels, groups, 1] where all outputs of a panel have the same
-    zeros : [panels, groups, width] uint8, codes; or None
+    zeros : [panels, groups, bytes] uint8, as those of PackedWeight, or None
     runs : [runs, 3] int32: first input, end, and group
     order : [in] the inputs in the order of the codes; None: as they are
     """
 
     def __init__(self, weight: QuantisedWeight) -> None:
-        self.kind, self.outputs, width = weight.kind, len(weight.codes), native.panel_width()
+        self.kind, self.outputs = weight.kind, len(weight.codes)
         self.order, self.runs, codes = in_order(weight)
-        signs = self.kind.middle if self.kind == Kind.INT8 else 0
-        self.codes = native.pack_words(codes ^ signs, self.kind.bits)
-        self.zeros: torch.Tensor | None = None
-        if weight.zeros is not None:
-            self.zeros = (in_panels(weight.zeros, width) ^ signs).contiguous()
-        self.scales = packed_scales(weight.scales, width)
+        is_4_bits, middle = self.kind == Kind.INT4, self.kind.middle
+        self.codes = native.pack_words(codes if is_4_bits else codes ^ middle, self.kind.bits)
+        zeros = weight.zeros
+        self.zeros = None if zeros is None else native.pack_codes(zeros, is_4_bits, middle)
+        self.scales = packed_scales(weight.scales, native.panel_width())
 
     @staticmethod
     def serves(weight: QuantisedWeight) -> bool:
