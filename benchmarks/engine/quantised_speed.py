@@ -1,12 +1,12 @@
 """Compare quantised checkpoints with the same model in float32, and with vLLM and llama.cpp on CPUs.
 
     python -m benchmarks.engine.quantised_speed [--rounds 3] [--batches 1,8] [--layers 8]
-        [--attempts 1] [--formats float32 W8A8 ...] [--vllm-python PYTHON] [--llama-cpp-python PYTHON]
+        [--attempts 1] [--dtype bfloat16] [--formats float32 W8A8 ...] [--vllm-python PYTHON] [--llama-cpp-python PYTHON]
 
 A random Llama of 0.4 billion parameters is written in float32, bfloat16, int8 (compressed-tensors, per
 channel), W8A8 (the same, with activations in int8, too), fp8 (per channel) and int4 (GPTQ, groups of 128);
 what these do not quantise is in bfloat16. Each side is a process of its own, as in engine_speed: our engine
-once for each checkpoint, computing in float32; vLLM (--vllm-python) in float32, and in bfloat16 with the W8A8
+once for each checkpoint, computing in float32 (or, with --dtype, all but float32 in bfloat16); vLLM (--vllm-python) in float32, and in bfloat16 with the W8A8
 and int4 checkpoints, for which it has kernels; llama.cpp (--llama-cpp-python: an interpreter that has
 llama-cpp-python, gguf and safetensors) with the float32 weights, and with those that it has made of them in
 bfloat16, Q8_0 and Q4_0, whose inputs it rounds to 8 bits, in blocks of 32. Sides take turns in each round,
@@ -106,7 +106,8 @@ def sides(folders: dict[str, Path], work: Path, options: argparse.Namespace) -> 
             own = work / f"placement-{name}"
             own.mkdir()
             placement = make_placement(own, folder, True, PROMPT_TOKENS, NEW_TOKENS, MEMORY_GIB)
-            command = [sys.executable, str(ROOT / SIDES / "our_engine.py"), str(folder), FLOAT32]
+            dtype = FLOAT32 if name == FLOAT32 else options.dtype
+            command = [sys.executable, str(ROOT / SIDES / "our_engine.py"), str(folder), dtype]
             found.append(stack.enter_context(started(f"hexgen2 {name}", ROOT, [*command, str(placement)])))
         for name, dtype in BY_VLLM.items() if options.vllm_python else ():
             if name in folders:
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--attempts", type=int, default=1)
     parser.add_argument("--formats", nargs="*", default=NAMES, choices=NAMES, help="float32 is always one")
+    parser.add_argument("--dtype", default=FLOAT32, choices=(FLOAT32, BFLOAT16), help="of all other formats")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--llama-cpp-python", help="interpreter of an environment with llama.cpp")
     parser.add_argument("--seed", type=int, default=0)

@@ -118,7 +118,7 @@ def in_panels(rows: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def packed_scales(scales: torch.Tensor, width: int) -> torch.Tensor:
-    """[out, groups] -> [panels, groups, width], or [panels, groups, 1] where a panel's outputs have the same."""
+    """[out, groups] -> [panels, groups, width], or [panels, groups, 1] where a panel has one scale."""
     panels = in_panels(scales, width)
     alike = bool((panels == panels[..., :1]).all())
     return (panels[..., :1] if alike else panels).contiguous()
