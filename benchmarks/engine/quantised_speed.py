@@ -1,16 +1,20 @@
 """Compare quantised checkpoints with the same model in float32, and with vLLM and llama.cpp on CPUs.
 
-    python -m benchmarks.engine.quantised_speed [--rounds 3] [--batches 1,8] [--layers 8]
-        [--attempts 1] [--dtype bfloat16] [--formats float32 W8A8 ...] [--vllm-python PYTHON] [--llama-cpp-python PYTHON]
+    python -m benchmarks.engine.quantised_speed [--rounds 3] [--batches 1,8] [--layers 8] [--attempts 1]
+        [--formats float32 W8A8 ...] [--dtype bfloat16] [--vllm-python PYTHON] [--llama-cpp-python PYTHON]
 
 A random Llama of 0.4 billion parameters is written in float32, bfloat16, int8 (compressed-tensors, per
 channel), W8A8 (the same, with activations in int8, too), fp8 (per channel) and int4 (GPTQ, groups of 128);
-what these do not quantise is in bfloat16. Each side is a process of its own, as in engine_speed: our engine
-once for each checkpoint, computing in float32 (or, with --dtype, all but float32 in bfloat16); vLLM (--vllm-python) in float32, and in bfloat16 with the W8A8
-and int4 checkpoints, for which it has kernels; llama.cpp (--llama-cpp-python: an interpreter that has
-llama-cpp-python, gguf and safetensors) with the float32 weights, and with those that it has made of them in
-bfloat16, Q8_0 and Q4_0, whose inputs it rounds to 8 bits, in blocks of 32. Sides take turns in each round,
-with greedy sampling: prompts of 128 tokens with 64 new ones at each batch size, then one of 512 tokens.
+what these do not quantise is in bfloat16. Each side is a process of its own, as in engine_speed:
+
+- our engine once for each checkpoint, computing in float32, or all but the first in --dtype
+- vLLM (--vllm-python) in float32, and in bfloat16 with the W8A8 and int4 checkpoints, for which it has kernels
+- llama.cpp (--llama-cpp-python: an interpreter that has llama-cpp-python, gguf and safetensors) with the
+  float32 weights, and with those that it makes of them in bfloat16, Q8_0 and Q4_0; what it multiplies by the
+  latter two it rounds to 8 bits, in blocks of 32
+
+Sides take turns in each round, with greedy sampling: prompts of 128 tokens with 64 new ones at each batch
+size, then one prompt of 512 tokens.
 
 Prints, for each side, the weights that our worker keeps in memory, and tokens/s: the median over rounds, and
 what the fastest tenth of decode steps (the fastest prefill) reaches, which other programs disturb least. In
@@ -106,8 +110,12 @@ def sides(folders: dict[str, Path], work: Path, options: argparse.Namespace) -> 
             own = work / f"placement-{name}"
             own.mkdir()
             placement = make_placement(own, folder, True, PROMPT_TOKENS, NEW_TOKENS, MEMORY_GIB)
-            dtype = FLOAT32 if name == FLOAT32 else options.dtype
-            command = [sys.executable, str(ROOT / SIDES / "our_engine.py"), str(folder), dtype]
+            command = [
+                sys.executable,
+                str(ROOT / SIDES / "our_engine.py"),
+                str(folder),
+                dtype_of(name, options),
+            ]
             found.append(stack.enter_context(started(f"hexgen2 {name}", ROOT, [*command, str(placement)])))
         for name, dtype in BY_VLLM.items() if options.vllm_python else ():
             if name in folders:
@@ -122,6 +130,11 @@ def sides(folders: dict[str, Path], work: Path, options: argparse.Namespace) -> 
         yield found
 
 
+def dtype_of(name: str, options: argparse.Namespace) -> str:
+    """What our engine computes in with a format."""
+    return FLOAT32 if name == FLOAT32 else options.dtype
+
+
 def _if_it_starts(stack: ExitStack, name: str, command: list[str]) -> list[Side]:
     """A side of a peer; none if this build of it cannot run the format here."""
     try:
@@ -131,14 +144,14 @@ def _if_it_starts(stack: ExitStack, name: str, command: list[str]) -> list[Side]
         return []
 
 
-def weights_mb(folder: Path) -> float:
-    """What a worker keeps of a checkpoint in memory."""
+def weights_mb(folder: Path, dtype: str) -> float:
+    """What a worker that computes in this type keeps of a checkpoint in memory."""
     stages, cpu = (
         (StageShape(workers=("one",), first_layer=0, end_layer=_layers(folder)),),
         torch.device("cpu"),
     )
     collectives = Collectives(Rank.find(stages, "one"), cpu)
-    return load_stage(str(folder), FLOAT32, cpu, collectives).checkpoint.bytes_read / 1e6
+    return load_stage(str(folder), dtype, cpu, collectives).checkpoint.bytes_read / 1e6
 
 
 def _layers(folder: Path) -> int:
@@ -165,7 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         folders = make_models(work, options.layers, {FLOAT32, *options.formats})
-        weights = {name: weights_mb(own) for name, own in folders.items()}
+        weights = {name: weights_mb(own, dtype_of(name, options)) for name, own in folders.items()}
         with sides(folders, work, options) as running:
             for number in range(options.rounds + 1):  # the first round warms up
                 for case in cases:
