@@ -8,7 +8,7 @@ channel), W8A8 (the same, with activations in int8, too), fp8 (per channel) and 
 what these do not quantise is in bfloat16. Each side is a process of its own, as in engine_speed:
 
 - our engine once for each checkpoint, computing in float32, or all but the first in --dtype
-- vLLM (--vllm-python) in float32, and in bfloat16 with the W8A8 and int4 checkpoints, which it has kernels for
+- vLLM (--vllm-python) in float32, and in bfloat16 with the W8A8 and int4 checkpoints, if it has kernels
 - llama.cpp (--llama-cpp-python: an interpreter that has llama-cpp-python, gguf and safetensors) with the
   float32 weights, and with those that it makes of them in bfloat16, Q8_0 and Q4_0; what it multiplies by the
   latter two it rounds to 8 bits, in blocks of 32
