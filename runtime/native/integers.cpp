@@ -204,7 +204,7 @@ template <typename Kind> struct Product {
     // ROWS rows of x times one panel.
     template <int ROWS>
     static void multiply(const int32_t *x, const Row *rows, const Matrix &matrix, long words, long panel,
-                         const int32_t *ahead, float *output, long output_row, long width) {
+                         Ahead ahead, float *output, long output_row, long width) {
         constexpr int32_t MIDDLE = 128;
         const long x_row = words * Kind::STEP;
         const int32_t *codes = matrix.codes + panel * words * PANEL;
@@ -212,11 +212,11 @@ template <typename Kind> struct Product {
         if constexpr (Kind::LOWER != 0)
             for (int row = 0; row < ROWS; ++row)
                 for (int part = 0; part < PANEL_VECTORS; ++part) found[row][part] += Kind::LOWER * rows[row].sum;
-        for (long at = 0; at < words; ++at, codes += PANEL, ahead += PANEL, x += Kind::STEP) {
+        for (long at = 0; at < words; ++at, codes += PANEL, ahead.at += ahead.step, x += Kind::STEP) {
             Ints loaded[PANEL_VECTORS];
             for (int part = 0; part < PANEL_VECTORS; ++part) {
                 loaded[part] = load_words(codes + part * LANES);
-                __builtin_prefetch(ahead + part * LANES, 0, 2);
+                __builtin_prefetch(ahead.at + part * sizeof(Ints), 0, 2);
             }
             Kind::template add<ROWS>(x, x_row, loaded, found);
         }
@@ -248,7 +248,7 @@ void multiply_panels(const int32_t *x, const Row *rows, long count, const Matrix
     const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
     for (long first = 0; first < count; first += block)
         for_panels(std::min(block, count - first), matrix.codes, words * PANEL, AHEAD * PANEL, first_panel, end_panel,
-                   [&](long panel, long from, long to, const int32_t *ahead) {
+                   [&](long panel, long from, long to, const Ahead &ahead) {
                        const long row = first + from, width = std::min<long>(PANEL, outputs - panel * PANEL);
                        multiplies<Product<Kind>>.by_rows[to - from](
                            x + row * x_row, rows + row, matrix, words, panel, ahead,

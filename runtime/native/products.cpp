@@ -91,17 +91,17 @@ template <typename Kind> struct Product {
     // whatever ROWS is, so a token's result does not depend on its batch.
     template <int ROWS>
     static void multiply(const typename Kind::Input *x, long words, const float *panel, const float *bias,
-                         const float *ahead, typename Kind::Value *output, long output_row, long width) {
+                         Ahead ahead, typename Kind::Value *output, long output_row, long width) {
         const long x_row = words * Kind::STEP;
         Floats result[ROWS][PANEL_VECTORS];
         for (int row = 0; row < ROWS; ++row)
             for (int part = 0; part < PANEL_VECTORS; ++part)
                 result[row][part] = bias ? load(bias + part * LANES) : Floats{};
-        for (long at = 0; at < words; ++at, panel += PANEL, ahead += PANEL, x += Kind::STEP) {
+        for (long at = 0; at < words; ++at, panel += PANEL, ahead.at += ahead.step, x += Kind::STEP) {
             Floats weights[PANEL_VECTORS];
             for (int part = 0; part < PANEL_VECTORS; ++part) {
                 weights[part] = load(panel + part * LANES);
-                __builtin_prefetch(ahead + part * LANES, 0, 2);
+                __builtin_prefetch(ahead.at + part * sizeof(Floats), 0, 2);
             }
             Kind::template add<ROWS>(x, x_row, weights, result);
         }
@@ -131,7 +131,7 @@ void multiply_panels(const typename Kind::Value *x, long rows, long inputs, cons
             some = converted.data();
         }
         for_panels(count, packed, size, AHEAD * PANEL, first_panel, end_panel,
-                   [&](long panel, long from, long to, const float *ahead) {
+                   [&](long panel, long from, long to, const Ahead &ahead) {
                        const long width = std::min<long>(PANEL, outputs - panel * PANEL);
                        multiplies<Product<Kind>>.by_rows[to - from](
                            some + from * x_row, words, packed + panel * size, bias ? bias + panel * PANEL : nullptr,

@@ -24,17 +24,31 @@ template <typename Product, int MOST = PRODUCT_ROWS> struct Multiplies {
 
 template <typename Product, int MOST = PRODUCT_ROWS> constexpr Multiplies<Product, MOST> multiplies{};
 
+// What is prefetched while a panel is used: where it begins, and how many bytes it goes on with each word of the panel.
+struct Ahead {
+    const char *at;
+    long step;
+};
+
+constexpr long SHARING = 4; // groups of rows that share the next panel, so that memory is read all the time
+
 // Calls run(panel, from, to, ahead) for rows [from, to), PRODUCT_ROWS at most, of so many rows, with some of the panels
-// of `size` words each. What is at `ahead` is to be prefetched meanwhile: `near` words on in this panel, or the next
-// panel during its last rows.
+// of `size` words each. What is ahead is `near` words on in this panel, or, where several groups of rows use it, the
+// next panel, of which the last groups prefetch equal parts.
 template <typename Word, typename Run>
 inline void for_panels(long rows, const Word *packed, long size, long near, long first_panel, long end_panel,
                        Run run) {
-    const long groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+    constexpr long WHOLE = PANEL * sizeof(Word);
+    const long groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS, sharing = std::min(groups, SHARING);
     for (long panel = first_panel; panel < end_panel; ++panel)
-        for (long group = 0; group < groups; ++group)
-            run(panel, rows * group / groups, rows * (group + 1) / groups,
-                packed + panel * size + (groups == 1 ? near : group == groups - 1 ? size : 0));
+        for (long group = 0; group < groups; ++group) {
+            const Word *const own = packed + panel * size;
+            const long turn = group - (groups - sharing);
+            Ahead ahead{reinterpret_cast<const char *>(own + (groups == 1 ? near : 0)), WHOLE};
+            if (groups > 1 && turn >= 0)
+                ahead = {reinterpret_cast<const char *>(own + size + size * turn / sharing), WHOLE / sharing};
+            run(panel, rows * group / groups, rows * (group + 1) / groups, ahead);
+        }
 }
 
 // Scales of quantised weights, by their type.

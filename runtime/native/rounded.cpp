@@ -178,7 +178,7 @@ template <typename Codes> struct Product {
     // ROWS rows of x times one panel.
     template <int ROWS>
     static void multiply(const int32_t *x, const Step *steps, const Weights &weights, long panel,
-                         const int32_t *ahead, float *output, long output_row, long width) {
+                         Ahead ahead, float *output, long output_row, long width) {
         constexpr long WORD = 2 * Codes::PAIRS;
         float totals[ROWS][PANEL] = {};
         const int32_t *codes = weights.codes + panel * weights.words * PANEL;
@@ -186,11 +186,11 @@ template <typename Codes> struct Product {
             const long first = weights.runs[3 * run] / WORD, end = (weights.runs[3 * run + 1] + WORD - 1) / WORD;
             const int32_t *own = x + first * Codes::PAIRS * ROWS;
             Ints sums[CHAINS<ROWS>][ROWS][PANEL_VECTORS] = {};
-            for (long word = first; word < end; ++word, codes += PANEL, ahead += PANEL, own += Codes::PAIRS * ROWS) {
+            for (long word = first; word < end; ++word, codes += PANEL, ahead.at += ahead.step, own += Codes::PAIRS * ROWS) {
                 Ints words[PANEL_VECTORS];
                 for (int part = 0; part < PANEL_VECTORS; ++part) {
                     words[part] = load_words(codes + part * LANES);
-                    __builtin_prefetch(ahead + part * LANES, 0, 2);
+                    __builtin_prefetch(ahead.at + part * sizeof(Ints), 0, 2);
                 }
                 add_pairs<ROWS>(own, words, sums);
             }
@@ -239,7 +239,7 @@ void multiply_all(const float *x, long rows, const Weights &weights, long output
             for (long first = 0; first < rows; first += block)
                 for_panels(std::min(block, rows - first), weights.codes, weights.words * PANEL, AHEAD * PANEL,
                            pieces[at].first_panel, pieces[at].end_panel,
-                           [&](long panel, long from, long to, const int32_t *ahead) {
+                           [&](long panel, long from, long to, const Ahead &ahead) {
                                const long row = first + from;
                                multiplies<Product<Codes>>.by_rows[to - from](
                                    laid_out.get() + row * x_row, steps.get() + row * weights.count, weights, panel,
