@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr long AHEAD = 64;            // words of a panel between what is prefetched and what is used
+constexpr long AHEAD = LANES == 16 ? 64 : 256; // words of a panel between what is prefetched and what is used
 constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
 
 // How words of 32 bits, of which a panel has [words, PANEL], are multiplied. Value is the type of x and of the
