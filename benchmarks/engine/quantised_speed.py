@@ -110,13 +110,9 @@ def sides(folders: dict[str, Path], work: Path, options: argparse.Namespace) -> 
             own = work / f"placement-{name}"
             own.mkdir()
             placement = make_placement(own, folder, True, PROMPT_TOKENS, NEW_TOKENS, MEMORY_GIB)
-            command = [
-                sys.executable,
-                str(ROOT / SIDES / "our_engine.py"),
-                str(folder),
-                dtype_of(name, options),
-            ]
-            found.append(stack.enter_context(started(f"hexgen2 {name}", ROOT, [*command, str(placement)])))
+            script, dtype = str(ROOT / SIDES / "our_engine.py"), dtype_of(name, options)
+            command = [sys.executable, script, str(folder), dtype, str(placement)]
+            found.append(stack.enter_context(started(f"hexgen2 {name}", ROOT, command)))
         for name, dtype in BY_VLLM.items() if options.vllm_python else ():
             if name in folders:
                 script = str(ROOT / SIDES / "vllm_offline.py")

@@ -25,7 +25,7 @@ from runtime.native.loading import pack_codes, pack_rows, read_pieces
 from runtime.native.memory import mapped, use_large_pages
 from runtime.native.products import Grouped, empty_panels, linear, pack, pack_bias, pack_mxfp4
 from runtime.native.quantised import Quantised, linear_quantised
-from runtime.native.rounded import Rounded, inputs_of_word, linear_rounded, pack_words
+from runtime.native.rounded import inputs_of_word, linear_rounded, pack_words
 from runtime.native.tokens import copy_tokens, count_tokens
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "GroupedIntegers",
     "Integers",
     "Quantised",
-    "Rounded",
     "Spans",
     "attend_chunk",
     "attend_paged",

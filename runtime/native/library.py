@@ -20,7 +20,7 @@ _ARGUMENTS = {
     "store_heads": "pllplllpl",
     "multiply_packed": "plllpplp",
     "multiply_quantised": "plllppllplplplp",
-    "multiply_rounded": "plllplpllplplplp",
+    "multiply_rounded": "plllppllplplplp",
     "multiply_integers": "pplllpplp",
     "find_ranges": "pllp",
     "multiply_grouped": "pplllpplp",

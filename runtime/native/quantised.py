@@ -10,7 +10,7 @@ from runtime.native import library
 
 
 class Quantised(Protocol):
-    """A quantised matrix in panels; `PackedWeight` of the torch engine describes the tensors."""
+    """A quantised matrix in panels; the torch engine's `PackedWeight` and `RoundedWeight` describe the tensors."""
 
     @property
     def kind(self) -> int: ...
@@ -27,9 +27,14 @@ def linear_quantised(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | No
 
     A row's result does not depend on the others.
     """
+    return multiplied_by("multiply_quantised", x, weight, bias)
+
+
+def multiplied_by(kernel: str, x: torch.Tensor, weight: Quantised, bias: torch.Tensor | None) -> torch.Tensor:
+    """What a kernel makes of them: all that multiply by quantised matrices take the same arguments."""
     output = x.new_empty(len(x), weight.outputs)
     library.call(
-        "multiply_quantised",
+        kernel,
         x.data_ptr(),
         *x.shape,
         weight.kind,

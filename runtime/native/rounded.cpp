@@ -19,6 +19,15 @@ constexpr float LARGEST = 32767, SMALLEST = 1e-30f;
 constexpr long AHEAD = 16;            // words of a panel between what is prefetched and what is used
 constexpr long BLOCK_BYTES = 1 << 19; // of x, which stays in the L2 cache while all panels pass
 
+struct Weights {
+    const int32_t *codes;
+    const void *scales;
+    const uint8_t *zeros; // or null
+    const int32_t *runs;  // [count, 3]: first input, end, group
+    const float *bias;    // or null
+    long inputs, groups, count, scale_type, scale_width;
+};
+
 #if defined(__AVX2__)
 
 // How a word of a panel holds the codes of neighbouring inputs for one output. `pair` is the first two that are left, in
@@ -72,15 +81,6 @@ struct Step {
     int32_t sum;
 };
 
-struct Weights {
-    const int32_t *codes;
-    const void *scales;
-    const uint8_t *zeros; // or null
-    const int32_t *runs;  // [count, 3]: first input, end, group
-    const float *bias;    // or null
-    long inputs, words, groups, count, scale_type, scale_width;
-};
-
 typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
 typedef int16_t Codes16 __attribute__((may_alias)); // pairs of them are read as words
 
@@ -117,6 +117,11 @@ Step round_run(const float *x, long count, Codes16 *codes) {
     int32_t sum = 0;
     for (int lane = 0; lane < LANES; ++lane) sum += sums[lane];
     return {largest / LARGEST, sum};
+}
+
+// Words of each output's codes, the last one padded.
+template <typename Codes> long words_of(const Weights &weights) {
+    return (weights.inputs + 2 * Codes::PAIRS - 1) / (2 * Codes::PAIRS);
 }
 
 // The rows that are multiplied together lie beside each other: the first pair of inputs of each, then the second.
@@ -181,7 +186,7 @@ template <typename Codes> struct Product {
                          Ahead ahead, float *output, long output_row, long width) {
         constexpr long WORD = 2 * Codes::PAIRS;
         float totals[ROWS][PANEL] = {};
-        const int32_t *codes = weights.codes + panel * weights.words * PANEL;
+        const int32_t *codes = weights.codes + panel * words_of<Codes>(weights) * PANEL;
         for (long run = 0; run < weights.count; ++run) {
             const long first = weights.runs[3 * run] / WORD, end = (weights.runs[3 * run + 1] + WORD - 1) / WORD;
             const int32_t *own = x + first * Codes::PAIRS * ROWS;
@@ -221,7 +226,7 @@ template <typename Codes> struct Product {
 
 template <typename Codes>
 void multiply_all(const float *x, long rows, const Weights &weights, long outputs, float *output) {
-    const long x_row = weights.words * Codes::PAIRS;
+    const long words = words_of<Codes>(weights), x_row = words * Codes::PAIRS;
     const std::unique_ptr<int32_t[]> laid_out(new int32_t[rows * x_row]);
     const std::unique_ptr<Step[]> steps(new Step[rows * weights.count]);
     const int64_t counts[] = {rows};
@@ -237,7 +242,7 @@ void multiply_all(const float *x, long rows, const Weights &weights, long output
 #pragma omp for schedule(dynamic, 1)
         for (long at = 0; at < static_cast<long>(pieces.size()); ++at)
             for (long first = 0; first < rows; first += block)
-                for_panels(std::min(block, rows - first), weights.codes, weights.words * PANEL, AHEAD * PANEL,
+                for_panels(std::min(block, rows - first), weights.codes, words * PANEL, AHEAD * PANEL,
                            pieces[at].first_panel, pieces[at].end_panel,
                            [&](long panel, long from, long to, const Ahead &ahead) {
                                const long row = first + from;
@@ -265,14 +270,15 @@ int multiplies_words() {
 #endif
 }
 
-void multiply_rounded([[maybe_unused]] const float *x, [[maybe_unused]] long rows, long inputs, [[maybe_unused]] long kind,
-                      const int32_t *codes, long words, const void *scales, long scale_type, long scale_width,
-                      const uint8_t *zeros, long groups, const int32_t *runs, long count, const float *bias,
-                      [[maybe_unused]] long outputs, [[maybe_unused]] float *output) {
-    [[maybe_unused]] const Weights weights{codes,  scales, zeros, runs,       bias,       inputs,
-                                           words, groups, count, scale_type, scale_width};
+// Only where `multiplies_words`.
+void multiply_rounded(const float *x, long rows, long inputs, long kind, const int32_t *codes, const void *scales,
+                      long scale_type, long scale_width, const uint8_t *zeros, long groups, const int32_t *runs,
+                      long count, const float *bias, long outputs, float *output) {
+    const Weights weights{codes, scales, zeros, runs, bias, inputs, groups, count, scale_type, scale_width};
 #if defined(__AVX2__)
     (kind == 0 ? multiply_all<Nibbles> : multiply_all<SignedBytes>)(x, rows, weights, outputs, output);
+#else
+    (void)x, (void)rows, (void)kind, (void)outputs, (void)output, (void)weights;
 #endif
 }
 }

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
-from runtime.native import library
 from runtime.native.products import pack
+from runtime.native.quantised import Quantised, multiplied_by
 
 _IN_WORD = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 """By bits of a code: which input of a word each of its codes is, from the lowest bits on. So two neighbours
 come apart as integers of 16 bits."""
-
-
-class Rounded(Protocol):
-    """A matrix of integers in panels; `RoundedWeight` of the torch engine describes the tensors."""
-
-    @property
-    def kind(self) -> int: ...
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-    runs: torch.Tensor
-    outputs: int
 
 
 def inputs_of_word(bits: int) -> int:
@@ -43,29 +28,10 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return pack(words.contiguous().flatten(1).view(torch.float32)).view(torch.uint8).unflatten(-1, (-1, 4))
 
 
-def linear_rounded(x: torch.Tensor, weight: Rounded, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_rounded(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | None) -> torch.Tensor:
     """x [n, in] float32, contiguous, times a matrix of integers, plus packed bias -> [n, out].
 
     Each run of inputs of a row is rounded to multiples of 1/32767 of its largest value. Products are summed
     exactly in each run. A row's result does not depend on the others.
     """
-    output = x.new_empty(len(x), weight.outputs)
-    library.call(
-        "multiply_rounded",
-        x.data_ptr(),
-        *x.shape,
-        weight.kind,
-        weight.codes.data_ptr(),
-        weight.codes.shape[1],
-        weight.scales.data_ptr(),
-        library.FLOATS[weight.scales.dtype],
-        weight.scales.shape[2],
-        None if weight.zeros is None else weight.zeros.data_ptr(),
-        weight.scales.shape[1],
-        weight.runs.data_ptr(),
-        len(weight.runs),
-        None if bias is None else bias.data_ptr(),
-        weight.outputs,
-        output.data_ptr(),
-    )
-    return output
+    return multiplied_by("multiply_rounded", x, weight, bias)

@@ -65,7 +65,7 @@ async def main(url: str, key: str, body: str) -> None:
     """Run the client until standard input ends."""
     seen = Seen()
     headers = {"Authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=300) as http:
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as http:
         tasks = [asyncio.create_task(stream(http, seen, json.loads(body)))]
         tasks.append(asyncio.create_task(ask_for_health(http, seen)))
         ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
@@ -92,7 +92,7 @@ def bystander(url: str, key: str, body: dict[str, object]) -> Iterator[Seen]:
         try:
             yield seen
         finally:
-            said, _ = process.communicate(timeout=300)
+            said, _ = process.communicate(timeout=60)
             vars(seen).update(json.loads(said.splitlines()[-1]))
 
 

@@ -52,7 +52,7 @@ def _as_it_was() -> Iterator[None]:
 def installed(*arguments: object) -> CompletedProcess[str]:
     """Run the installed script in a separate process, as a user does."""
     command = [HEXGEN2, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def refused(done: CompletedProcess[str], code: int = 2) -> str:

@@ -47,6 +47,6 @@ def test_quiet_prints_no_progress(tmp_path):
 
 def test_the_module_is_the_command():
     done = subprocess.run(
-        [sys.executable, "-m", "hexgen2", "list", "models"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "hexgen2", "list", "models"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and "llama-2-70b" in done.stdout

@@ -236,7 +236,7 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path):
     assert "best" in process.stderr.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     placement = json.loads(output.read_text())
     assert placement["search"]["cut"] == "interrupted" and placement["throughput"]["req_s"] > 0
