@@ -10,7 +10,7 @@ from runtime.native import library
 
 
 class Quantised(Protocol):
-    """A quantised matrix in panels; the torch engine's `PackedWeight` and `RoundedWeight` describe the tensors."""
+    """A matrix in panels; `PackedWeight` and `RoundedWeight` of the torch engine describe the tensors."""
 
     @property
     def kind(self) -> int: ...
