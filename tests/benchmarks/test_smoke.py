@@ -69,6 +69,7 @@ ELSEWHERE = {
     "engine.gpu_operators": "needs a GPU",
     "engine.gpu_speed": "needs a GPU",
     "engine.sides.limits": "engine.engine_speed runs it",
+    "engine.sides.llama_cpp_batches": "needs llama-cpp-python: engine.quantised_speed runs it",
     "engine.sides.our_engine": "engine.engine_speed runs it",
     "engine.sides.transformers_generate": "engine.engine_speed runs it",
     "engine.sides.vllm_offline": "needs vLLM: test_engine_speed_beside_vllm",
