@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -43,7 +43,8 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
     if incumbent.bound.req_s < state.stopping.target_req_s < math.inf:
         incumbent.proved = True
         return
-    linear = {s.key: s for s in _linear_starts(evaluator, budget) if budget.affordable(s)}
+    starts_found = _linear_starts(evaluator, budget, state.stopping.out_of_time)
+    linear = {s.key: s for s in starts_found if budget.affordable(s)}
     state.spend(effort)
     for solution in starts:
         refine(state, solution, "start from another budget")
@@ -83,10 +84,13 @@ def attempt(
     return tried
 
 
-def _linear_starts(evaluator: Evaluator, budget: Budget) -> Iterator[Solution]:
-    """Rounded solutions of the linear program over all GPU types, and over each type alone."""
+def _linear_starts(evaluator: Evaluator, budget: Budget, stop: Callable[[], bool]) -> Iterator[Solution]:
+    """Rounded solutions of the linear program over all GPU types, and until it is time to stop over each type
+    alone."""
     problem = evaluator.problem
     types = problem.cluster.types
     for cards in (types, *((card,) for card in types)):
+        if cards != types and stop():
+            return
         nodes = [n for n, card in enumerate(problem.node_accelerator) if card in cards]
         yield evaluator.relaxed.start(budget.per_hour, nodes)

@@ -61,9 +61,9 @@ second where the search goes part by part, which needs less time afterwards, if 
 PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
 """The share of the time limit after which such a search leaves planning groups for the bound to its end; it
 has the second for that in any case."""
-FIRST = 0.15
+FIRST, FIRST_UNLIKE = 0.15, 0.35
 """Share of the time limit for a first answer of colocated replicas, and for one of the others, from when
-start-up is over."""
+start-up is over; and after that, for nodes that are unlike those that have been planned."""
 FOR_MIXING = 0.25
 """The share of the time left in which a first answer is mixed."""
 LOOK_S_PER_PLACE, MOST_FOR_A_LOOK = 0.01, 0.2
@@ -254,10 +254,11 @@ def _offer_whole_nodes(state: SearchState) -> None:
     could do for one another, if there is time to find out."""
     evaluator, stopping, began = state.evaluator, state.stopping, state.stopping.spent_share
     for k, role in enumerate(("colocated", "decode"), 1):
-        if role in evaluator.problem.roles:
-            first = whole_nodes(
-                evaluator, role, partial(stopping.spent, began + k * FIRST), stopping.too_late
-            )
+        stop = partial(stopping.spent, began + k * FIRST)
+        unlike = partial(stopping.spent, began + k * FIRST + FIRST_UNLIKE)
+        if role in evaluator.problem.roles and not (state.incumbent.best and unlike()):
+            limited = stopping.time_limit_s is not None
+            first = whole_nodes(evaluator, role, stop, stopping.too_late, unlike, divide=limited)
             state.offer(first_look(evaluator, first), "start with whole nodes")
     best = state.incumbent.best
     if best is None or not worth_more_mixed(evaluator, best.solution):

@@ -279,7 +279,8 @@ def slow_to_mix(state: SearchState, solution: Solution, share: float = 1.0) -> b
     left_s = state.stopping.time_left_s
     if left_s is None or not state.evaluator.problem.mixes:
         return False
-    return len(solution.groups) ** 2 * MIXED_S_PER_PAIR > share * left_s + GRACE_S
+    late_s = 0.0 if state.incumbent.best else GRACE_S
+    return len(solution.groups) ** 2 * MIXED_S_PER_PAIR > share * left_s + late_s
 
 
 def _left_s(stopping: Stopping, until: float) -> float | None:

@@ -7,12 +7,13 @@ answer.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 
 from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
-from hexgen2.search.ties import first_greatest, greatest_first
+from hexgen2.search.ties import exceeds, first_greatest, greatest_first
 
 MANY_REPLICAS = 4
 """Of more, a first answer is one in which nobody works for others: that is found out much sooner."""
@@ -25,6 +26,8 @@ def whole_nodes(
     role: str | None = None,
     stop: Callable[[], bool] = lambda: False,
     over: Callable[[], bool] = lambda: False,
+    unlike: Callable[[], bool] | None = None,
+    divide: bool = False,
 ) -> Solution:
     """A group on each node in which the model fits; nodes that are too small are joined, the nearest first,
     until it fits. They all have the role "colocated" (the default where they may have it), or those of them
@@ -34,6 +37,8 @@ def whole_nodes(
     ----------
     stop : whether the nodes left stay idle, now that there is an answer
     over : whether they do so in any case
+    unlike : the same as stop, but for nodes that need not be joined; those like one before are always taken
+    divide : whether nodes are divided in several groups where these serve more, until it is time to stop
     """
     problem = evaluator.problem
     role = role or problem.roles[-1]
@@ -41,20 +46,24 @@ def whole_nodes(
     memory = [float(problem.cluster.memory_bytes[list(gpus)].sum()) for gpus in problem.node_gpus]
     found: list[NodeCounts] = []
 
-    def enough() -> bool:
+    def enough(stop: Callable[[], bool]) -> bool:
         """Whether there is an answer and it is time to stop, or it is too late for one."""
         return (len(found) >= (1 if role == "colocated" else 2) and stop()) or over()
 
     small: list[int] = []
+    fits: dict[tuple[int, int], bool] = {}
     for node, size in enumerate(sizes):
-        if not size or enough():
+        kind = problem.node_kind[node], size
+        if not size or (kind not in fits and enough(unlike or stop)):
             continue
         alone = counts_of({node: size})
-        if evaluator.planner.plan(role, alone):
+        if kind not in fits:
+            fits[kind] = evaluator.planner.plan(role, alone) is not None
+        if fits[kind]:
             found.append(alone)
         else:
             small.append(node)
-    while small and not enough():
+    while small and not enough(stop):
         joined = [small.pop(0)]
         # Where targets are missed with this much memory, more nodes are unlikely to help, and slow to plan.
         most, span = ROOM * problem.model.total_bytes, evaluator.planner.span
@@ -66,9 +75,45 @@ def whole_nodes(
             if evaluator.planner.plan(role, counts):
                 found.append(counts)
                 break
+    if divide:
+        found = _in_parts(evaluator, role, found, unlike or stop)
     if role == "colocated":
         return Solution(tuple(Group(role, counts) for counts in found))
-    return _divided(evaluator, found if len(found) > 1 else [half for one in found for half in _halves(one)])
+    two = found if len(found) > 1 else [half for one in found for half in _halves(one)]
+    return _divided(evaluator, two, unlike or stop)
+
+
+def _in_parts(
+    evaluator: Evaluator, role: str, nodes: list[NodeCounts], stop: Callable[[], bool]
+) -> list[NodeCounts]:
+    """These groups, those of one node divided where smaller ones serve more. Halves are looked at, their
+    halves, and so on, as long as they help: the kinds of nodes of which there are most GPUs first."""
+    kind = evaluator.problem.node_kind
+    alone = [counts[0] for counts in nodes if len(counts) == 1]
+    gpus: Counter[tuple[int, int]] = Counter()
+    for node, size in alone:
+        gpus[kind[node], size] += size
+    example = {(kind[node], size): node for node, size in alone}
+    parts: dict[tuple[int, int], tuple[int, ...]] = {like: (like[1],) for like in gpus}
+    for like, _ in gpus.most_common():
+        node, (_, size) = example[like], like
+        most, part = _capacity(evaluator, role, node, size), size // 2
+        while part and not stop():
+            count, rest = divmod(size, part)
+            served = count * _capacity(evaluator, role, node, part)
+            if rest:
+                served += _capacity(evaluator, role, node, rest)
+            if not exceeds(served, most):
+                break
+            most, parts[like], part = served, (part,) * count + (rest,) * bool(rest), part // 2
+    divided = [((node, part),) for node, size in alone for part in parts[kind[node], size]]
+    return divided + [counts for counts in nodes if len(counts) > 1]
+
+
+def _capacity(evaluator: Evaluator, role: str, node: int, size: int) -> float:
+    """Requests/s of so many GPUs of a node with this role; 0 if the model does not fit."""
+    plan = evaluator.planner.plan(role, counts_of({node: size}))
+    return plan.capacity_req_s if plan else 0.0
 
 
 def first_look(evaluator: Evaluator, solution: Solution) -> Evaluation:
@@ -93,12 +138,18 @@ def _halves(counts: NodeCounts) -> tuple[NodeCounts, ...]:
     return (((node, count - count // 2),), ((node, count // 2),)) if count > 1 else (counts,)
 
 
-def _divided(evaluator: Evaluator, found: list[NodeCounts]) -> Solution:
+def _divided(evaluator: Evaluator, found: list[NodeCounts], stop: Callable[[], bool]) -> Solution:
     """These groups, the first of them for prefill in the order of what they prefill beside what they decode:
-    as many as serve most."""
-    able = []
+    as many as serve most. Once it is time to stop and there are two, those unlike them are left out."""
+    kind = evaluator.problem.node_kind
+    known: set[tuple[int, int]] = set()
+    able: list[tuple[float, float, NodeCounts]] = []
     for counts in found:
+        like = [(kind[node], count) for node, count in counts]
+        if len(able) > 1 and not (len(like) == 1 and like[0] in known) and stop():
+            continue
         prefill, decode = (evaluator.planner.plan(role, counts) for role in ("prefill", "decode"))
+        known |= set(like if len(like) == 1 else ())
         if prefill and decode:
             able.append((prefill.capacity_req_s, decode.capacity_req_s, counts))
     order = greatest_first(able, lambda each: each[0] / each[1])
