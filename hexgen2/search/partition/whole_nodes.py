@@ -37,13 +37,18 @@ def whole_nodes(
     ----------
     stop : whether the nodes left stay idle, now that there is an answer
     over : whether they do so in any case
-    unlike : the same as stop, but for nodes that need not be joined; those like one before are always taken
+    unlike : the same as stop, but for nodes that need not be joined. Nodes that are alike are taken or left
+        together, those with the most memory in all first
     divide : whether nodes are divided in several groups where these serve more, until it is time to stop
     """
     problem = evaluator.problem
     role = role or problem.roles[-1]
     sizes = [len(gpus) for gpus in problem.node_gpus]
     memory = [float(problem.cluster.memory_bytes[list(gpus)].sum()) for gpus in problem.node_gpus]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for node, size in enumerate(sizes):
+        if size:
+            alike.setdefault((problem.node_kind[node], size), []).append(node)
     found: list[NodeCounts] = []
 
     def enough(stop: Callable[[], bool]) -> bool:
@@ -51,18 +56,15 @@ def whole_nodes(
         return (len(found) >= (1 if role == "colocated" else 2) and stop()) or over()
 
     small: list[int] = []
-    fits: dict[tuple[int, int], bool] = {}
-    for node, size in enumerate(sizes):
-        kind = problem.node_kind[node], size
-        if not size or (kind not in fits and enough(unlike or stop)):
-            continue
-        alone = counts_of({node: size})
-        if kind not in fits:
-            fits[kind] = evaluator.planner.plan(role, alone) is not None
-        if fits[kind]:
-            found.append(alone)
+    for nodes in greatest_first(alike.values(), lambda nodes: math.fsum(memory[n] for n in nodes)):
+        if enough(unlike or stop):
+            break
+        if evaluator.planner.plan(role, counts_of({nodes[0]: sizes[nodes[0]]})):
+            found += [counts_of({node: sizes[node]}) for node in nodes]
         else:
-            small.append(node)
+            small += nodes
+    found.sort()
+    small.sort()
     while small and not enough(stop):
         joined = [small.pop(0)]
         # Where targets are missed with this much memory, more nodes are unlikely to help, and slow to plan.

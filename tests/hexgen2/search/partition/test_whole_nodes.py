@@ -43,29 +43,28 @@ def test_nodes_are_divided_where_that_serves_more(family: str, model: str) -> No
     assert served[1] > served[0]
     joined = [group.counts for group in whole.groups if len(group.counts) > 1]
     assert [group.counts for group in divided.groups if len(group.counts) > 1] == joined
-    apart: Counter[int] = Counter()
+    apart: dict[int, float] = {}
     for group in divided.groups:
         if len(group.counts) == 1:
             plan = evaluator.planner.plan("colocated", group.counts)
             assert plan is not None
-            apart[group.counts[0][0]] += plan.capacity_req_s
+            node = group.counts[0][0]
+            apart[node] = apart.get(node, 0.0) + plan.capacity_req_s
     for node, req_s in apart.items():
         # Halves of halves end at the first that does not help.
         assert req_s >= 0.9 * _in_equal_parts(evaluator, node, len(problem.node_gpus[node]))
 
 
-def test_what_is_known_of_a_node_serves_for_all_that_are_like_it() -> None:
+def test_nodes_that_are_alike_and_have_most_memory_come_first() -> None:
     problem = _problem("racks", 64, 6)
-    evaluator = Evaluator(problem)
-    found = whole_nodes(evaluator, "colocated", stop=lambda: True, divide=True)
-    first = found.groups[0].counts[0]
-    like = [
-        node
-        for node, gpus in enumerate(problem.node_gpus)
-        if (problem.node_kind[node], len(gpus)) == (problem.node_kind[first[0]], first[1])
-    ]
-    assert len(like) > 1
-    assert [group.counts for group in found.groups] == [((node, first[1]),) for node in like]
+    found = whole_nodes(Evaluator(problem), "colocated", stop=lambda: True, divide=True)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for node, gpus in enumerate(problem.node_gpus):
+        alike.setdefault((problem.node_kind[node], len(gpus)), []).append(node)
+    memory = problem.cluster.memory_bytes
+    most = max(alike.values(), key=lambda nodes: sum(memory[g] for n in nodes for g in problem.node_gpus[n]))
+    assert len(most) > 1
+    assert [group.counts for group in found.groups] == [((n, len(problem.node_gpus[n])),) for n in most]
 
 
 def test_nodes_that_need_not_be_joined_may_have_more_time() -> None:
