@@ -64,7 +64,7 @@ has the second for that in any case."""
 FIRST, FIRST_UNLIKE = 0.15, 0.35
 """Share of the time limit for a first answer of colocated replicas, and for one of the others, from when
 start-up is over; and after that, for nodes that are unlike those that have been planned."""
-FOR_MIXING = 0.25
+FOR_MIXING = 0.35
 """The share of the time left in which a first answer is mixed."""
 LOOK_S_PER_PLACE, MOST_FOR_A_LOOK = 0.01, 0.2
 """Seconds that simulations at full load may take for each request that the first fleet found decodes at a

@@ -19,6 +19,8 @@ MANY_REPLICAS = 4
 """Of more, a first answer is one in which nobody works for others: that is found out much sooner."""
 ROOM = 2.5
 """Memory of nodes that are joined, at most, before the last one: a multiple of the weights."""
+WORTH_DIVIDING = 1.03
+"""So many times the requests/s of a node its parts have to serve: more replicas take longer to look at."""
 
 
 def whole_nodes(
@@ -105,7 +107,7 @@ def _in_parts(
             served = count * _capacity(evaluator, role, node, part)
             if rest:
                 served += _capacity(evaluator, role, node, rest)
-            if not exceeds(served, most):
+            if not exceeds(served, most * WORTH_DIVIDING):
                 break
             most, parts[like], part = served, (part,) * count + (rest,) * bool(rest), part // 2
     divided = [((node, part),) for node, size in alone for part in parts[kind[node], size]]
