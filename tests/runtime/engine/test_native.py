@@ -35,7 +35,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 12, 13, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 13, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 40), (32, 7), (33, 100), (200, 3000)])
 def test_products(outputs: int, inputs: int, rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
@@ -51,7 +51,7 @@ def test_products(outputs: int, inputs: int, rows: int, biased: bool) -> None:
 
 @pytest.mark.parametrize("by_pairs", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 12, 13, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 13, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 40), (32, 7), (33, 100), (200, 3000)])
 def test_products_in_bfloat16(
     monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, rows: int, biased: bool, by_pairs: bool
