@@ -122,6 +122,41 @@ template <typename Codes, bool ZEROS> struct Direct {
     }
 };
 
+constexpr int AT_ONCE = 4; // panels that one row passes at once
+
+// One row of x times AT_ONCE panels, each summed as by Direct: one by one, sums would wait for one another.
+template <typename Codes, bool ZEROS>
+void multiply_row(const float *x, const Weights &weights, long panel, const float *bias, float *output, long width) {
+    Floats totals[AT_ONCE][PANEL_VECTORS] = {};
+    const long size = weights.inputs * Codes::BYTES;
+    const uint8_t *const codes = weights.codes + panel * size;
+    for (long run = 0; run < weights.count; ++run) {
+        const int32_t first = weights.runs[3 * run], end = weights.runs[3 * run + 1];
+        const long group = weights.runs[3 * run + 2];
+        Floats sums[AT_ONCE][PANEL_VECTORS] = {}, zero[AT_ONCE][PANEL_VECTORS];
+        if (ZEROS)
+            for (int next = 0; next < AT_ONCE; ++next) weights.read_zeros_of<Codes>(panel + next, group, zero[next]);
+        for (long at = first; at < end; ++at)
+#pragma GCC unroll 4
+            for (int next = 0; next < AT_ONCE; ++next) {
+                Floats values[PANEL_VECTORS];
+                Codes::read_panel(codes + next * size + at * Codes::BYTES, values);
+                for (int part = 0; part < PANEL_VECTORS; ++part)
+                    sums[next][part] += x[at] * (ZEROS ? values[part] - zero[next][part] : values[part]);
+            }
+        for (int next = 0; next < AT_ONCE; ++next) {
+            Floats scale[PANEL_VECTORS];
+            weights.read_scales_of(panel + next, group, scale);
+            for (int part = 0; part < PANEL_VECTORS; ++part) totals[next][part] += sums[next][part] * scale[part];
+        }
+    }
+    for (int next = 0; next < AT_ONCE; ++next)
+        for (long at = 0; at < (next + 1 < AT_ONCE ? PANEL : width); ++at) {
+            const long result = next * PANEL + at;
+            output[result] = totals[next][at / LANES][at % LANES] + (bias ? bias[panel * PANEL + result] : 0.f);
+        }
+}
+
 struct Tiled {
     // ROWS rows of x times a tile.
     template <int ROWS>
@@ -191,10 +226,16 @@ void multiply_all(const float *x, long rows, const Weights &weights, const float
         const long first = panels * thread / threads, end = panels * (thread + 1) / threads;
         if (rows > PRODUCT_ROWS && end > first)
             multiply_many<Codes, ZEROS>(x, rows, weights, first, end, bias, outputs, output);
-        else if (rows > 0)
-            for (long panel = first; panel < end; ++panel)
+        else if (rows > 0) {
+            const auto width_of = [&](long panel) { return std::min<long>(PANEL, outputs - panel * PANEL); };
+            long panel = first;
+            for (; rows == 1 && panel + AT_ONCE <= end; panel += AT_ONCE)
+                multiply_row<Codes, ZEROS>(x, weights, panel, bias, output + panel * PANEL,
+                                           width_of(panel + AT_ONCE - 1));
+            for (; panel < end; ++panel)
                 multiplies<Direct<Codes, ZEROS>>.by_rows[rows](x, weights, panel, bias, output + panel * PANEL, outputs,
-                                     std::min<long>(PANEL, outputs - panel * PANEL));
+                                                               width_of(panel));
+        }
     }
 }
 
