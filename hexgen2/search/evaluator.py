@@ -160,6 +160,10 @@ class Evaluator:
             known = self._evaluated[key] = self._with_best_chunks(solution, *sides)
         return known
 
+    def knows(self, solution: Solution) -> bool:
+        """Whether the solution was evaluated before, with all that its replicas do for one another."""
+        return solution.key in self._evaluated
+
     def limit_by_links(self, solution: Solution, near: Evaluation) -> float:
         """An upper limit on the score of a solution whose colocated replicas work for others, in a fraction
         of the time that `evaluate` takes: what links let them do if each had all sizes of chunks at once, and

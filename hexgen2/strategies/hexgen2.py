@@ -41,7 +41,7 @@ from hexgen2.strategies.partitions import (
     partitions_matter,
     search_partitions,
 )
-from hexgen2.strategies.parts import explore_parts, has_parts, slow_to_mix
+from hexgen2.strategies.parts import explore_parts, first_mixture_is_late, has_parts, slow_to_mix
 
 NAME = "hexgen2"
 
@@ -469,7 +469,8 @@ def _certify(state: SearchState, seed: int, begun: Background[Certificate] | Non
     state.spend(params.certify_effort, close_gap=0.0, stale_effort=state.stopping.stale_effort)
     if found.solution.groups and not slow_to_mix(state, found.solution):
         refine(state, found.solution, "start from the integer program")
-    settle(state, seed + 1)
+    if not first_mixture_is_late(state):
+        settle(state, seed + 1)
 
 
 def _solve_whole(

@@ -199,7 +199,7 @@ def _alternate(state: SearchState, seed: int) -> None:
         ways.insert(not state.incumbent.within(NEAR_BOUND), RuinAndRecreate(state, seed))
     turn, refined = [TURN] * len(ways), False
     for k in itertools.cycle(range(len(ways))):
-        if state.finished() or all(way.exhausted for way in ways):
+        if state.finished() or all(way.exhausted for way in ways) or first_mixture_is_late(state):
             break
         if not ways[k].exhausted:
             gained = ways[k].improve(turn[k])
@@ -209,6 +209,13 @@ def _alternate(state: SearchState, seed: int) -> None:
         if not refined:
             _refine_at_once(state)
             refined = True
+
+
+def first_mixture_is_late(state: SearchState) -> bool:
+    """Whether it would take too long to find out what the replicas of the best do for one another, which no
+    one has looked at yet: that of a neighbour takes as long."""
+    best = state.incumbent.best
+    return best is not None and not state.evaluator.knows(best.solution) and slow_to_mix(state, best.solution)
 
 
 def _refine_at_once(state: SearchState) -> None:
