@@ -43,8 +43,8 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
     if incumbent.bound.req_s < state.stopping.target_req_s < math.inf:
         incumbent.proved = True
         return
-    starts_found = _linear_starts(evaluator, budget, state.stopping.out_of_time)
-    linear = {s.key: s for s in starts_found if budget.affordable(s)}
+    rounded = _linear_starts(evaluator, budget, state.stopping.out_of_time)
+    linear = {solution.key: solution for solution in rounded if budget.affordable(solution)}
     state.spend(effort)
     for solution in starts:
         refine(state, solution, "start from another budget")

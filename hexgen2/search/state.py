@@ -14,12 +14,15 @@ from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.finalists import Finalists
 from hexgen2.search.incumbent import Incumbent
-from hexgen2.search.problem import Phases
+from hexgen2.search.problem import Phases, Solution
 from hexgen2.search.steps import Step
-from hexgen2.search.stopping import Stopping
+from hexgen2.search.stopping import GRACE_S, Stopping
 
 LATE = 0.8
 """Once this share of the time limit has passed, solutions of pure phases are taken as they are."""
+MIXED_S_PER_REPLICA = 8e-3
+"""Seconds that it takes to find out for the first time what replicas do for one another, for each of them, on
+a slow machine: 2 to 16 ms in fleets of 30 to 500."""
 
 
 @dataclass
@@ -125,9 +128,26 @@ class SearchState:
             return
         self.pure[phases] = found
         # What its replicas could do for others is a large program where there are many of them.
-        late = self.stopping.spent(LATE)
+        late = self.stopping.spent(LATE) or self.slow_to_mix(found.solution)
         mixed = found if late else self.evaluator.evaluate(found.solution, found)
         self.offer(mixed, f"best of those all {phases}")
+
+    def slow_to_mix(self, solution: Solution, share: float = 1.0) -> bool:
+        """Whether it takes longer than this share of the time left to find out what these replicas could do
+        for one another. Where there is no answer yet, one may be a little late."""
+        left_s = self.stopping.time_left_s
+        if left_s is None or not self.evaluator.problem.mixes:
+            return False
+        grace_s = 0.0 if self.incumbent.best else GRACE_S
+        return len(solution.groups) * MIXED_S_PER_REPLICA > share * left_s + grace_s
+
+    def first_mixture_is_late(self) -> bool:
+        """Whether that would take too long for the best, of which no one has found it out yet: for solutions
+        near it, it takes as long."""
+        best = self.incumbent.best
+        return (
+            best is not None and not self.evaluator.knows(best.solution) and self.slow_to_mix(best.solution)
+        )
 
     @property
     def effort(self) -> float:

@@ -41,7 +41,7 @@ from hexgen2.strategies.partitions import (
     partitions_matter,
     search_partitions,
 )
-from hexgen2.strategies.parts import explore_parts, first_mixture_is_late, has_parts, slow_to_mix
+from hexgen2.strategies.parts import explore_parts, has_parts
 
 NAME = "hexgen2"
 
@@ -61,9 +61,9 @@ second where the search goes part by part, which needs less time afterwards, if 
 PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
 """The share of the time limit after which such a search leaves planning groups for the bound to its end; it
 has the second for that in any case."""
-FIRST, FIRST_UNLIKE = 0.15, 0.35
-"""Share of the time limit for a first answer of colocated replicas, and for one of the others, from when
-start-up is over; and after that, for nodes that are unlike those that have been planned."""
+FIRST, AFTER_JOINING = 0.15, 0.35
+"""Share of the time limit for joining nodes for a first answer of colocated replicas, and for one of the
+others, from when start-up is over; and how much more for nodes in which the model fits."""
 FOR_MIXING = 0.35
 """The share of the time left in which a first answer is mixed."""
 LOOK_S_PER_PLACE, MOST_FOR_A_LOOK = 0.01, 0.2
@@ -254,16 +254,16 @@ def _offer_whole_nodes(state: SearchState) -> None:
     could do for one another, if there is time to find out."""
     evaluator, stopping, began = state.evaluator, state.stopping, state.stopping.spent_share
     for k, role in enumerate(("colocated", "decode"), 1):
-        stop = partial(stopping.spent, began + k * FIRST)
-        unlike = partial(stopping.spent, began + k * FIRST + FIRST_UNLIKE)
-        if role in evaluator.problem.roles and not (state.incumbent.best and unlike()):
-            limited = stopping.time_limit_s is not None
-            first = whole_nodes(evaluator, role, stop, stopping.too_late, unlike, divide=limited)
+        stop_joining = partial(stopping.spent, began + k * FIRST)
+        stop = partial(stopping.spent, began + k * FIRST + AFTER_JOINING)
+        if role in evaluator.problem.roles and not (state.incumbent.best and stop()):
+            divide = stopping.time_limit_s is not None
+            first = whole_nodes(evaluator, role, stop, stopping.too_late, stop_joining, divide)
             state.offer(first_look(evaluator, first), "start with whole nodes")
     best = state.incumbent.best
     if best is None or not worth_more_mixed(evaluator, best.solution):
         return
-    if not slow_to_mix(state, best.solution, FOR_MIXING):
+    if not state.slow_to_mix(best.solution, FOR_MIXING):
         state.offer(evaluator.evaluate(best.solution), "start with whole nodes")
 
 
@@ -467,9 +467,9 @@ def _certify(state: SearchState, seed: int, begun: Background[Certificate] | Non
     state.bounded_by(found.bound)
     # A flexible search still ends when it stops to improve.
     state.spend(params.certify_effort, close_gap=0.0, stale_effort=state.stopping.stale_effort)
-    if found.solution.groups and not slow_to_mix(state, found.solution):
+    if found.solution.groups and not state.slow_to_mix(found.solution):
         refine(state, found.solution, "start from the integer program")
-    if not first_mixture_is_late(state):
+    if not state.first_mixture_is_late():
         settle(state, seed + 1)
 
 

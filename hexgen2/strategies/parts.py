@@ -23,7 +23,7 @@ from hexgen2.search.planning.classes import LARGE
 from hexgen2.search.problem import ROLES, Phases, Solution
 from hexgen2.search.ruin_and_recreate import RuinAndRecreate
 from hexgen2.search.state import SearchState
-from hexgen2.search.stopping import GRACE_S, Stopping
+from hexgen2.search.stopping import Stopping
 
 STARTS, ROUNDED = 0.8, 0.3
 """The share of the time left that there is for starts at least, and that of it after which the linear program
@@ -46,9 +46,6 @@ PURE_BESIDE: dict[Phases, tuple[float, float]] = {"disaggregated": (0.48, 0.54),
 """What PURE_UNTIL says, in the background; then the bound is tightened there."""
 TURN = 60.0
 """Effort without an improvement after which another way to improve the best has its turn."""
-MIXED_S_PER_PAIR = 1.2e-4
-"""Seconds that it takes to find out what replicas do for one another, for each pair of them; 3e-4 on a slow
-machine."""
 AT_ONCE, MOST_AT_ONCE = 0.35, 400
 """The share of the time left in which the best start is refined as a whole, before neighbourhoods are; not on
 more GPUs."""
@@ -79,7 +76,7 @@ def explore_parts(state: SearchState, seed: int) -> None:
         _improve(state, seed + 1, ALL_BUT_OUTPUT, TIGHTENED)
         _tighten_bound(state, ALL_BUT_LAST)
     best = state.incumbent.best
-    if best is None or state.finished() or slow_to_mix(state, best.solution):
+    if best is None or state.finished() or state.slow_to_mix(best.solution):
         return
     # To evaluate a thousand replicas anew takes seconds.
     if len(state.evaluator.problem.usable) <= MOST_AT_ONCE or not state.stopping.spent(ALL_BUT_OUTPUT):
@@ -199,7 +196,7 @@ def _alternate(state: SearchState, seed: int) -> None:
         ways.insert(not state.incumbent.within(NEAR_BOUND), RuinAndRecreate(state, seed))
     turn, refined = [TURN] * len(ways), False
     for k in itertools.cycle(range(len(ways))):
-        if state.finished() or all(way.exhausted for way in ways) or first_mixture_is_late(state):
+        if state.finished() or all(way.exhausted for way in ways) or state.first_mixture_is_late():
             break
         if not ways[k].exhausted:
             gained = ways[k].improve(turn[k])
@@ -211,19 +208,12 @@ def _alternate(state: SearchState, seed: int) -> None:
             refined = True
 
 
-def first_mixture_is_late(state: SearchState) -> bool:
-    """Whether it would take too long to find out what the replicas of the best do for one another, which no
-    one has looked at yet: that of a neighbour takes as long."""
-    best = state.incumbent.best
-    return best is not None and not state.evaluator.knows(best.solution) and slow_to_mix(state, best.solution)
-
-
 def _refine_at_once(state: SearchState) -> None:
     """Refine the best with all its groups to look at, within a part of the time left, if a step takes little
     of that."""
     best, whole = state.incumbent.best, state.stopping
     large = len(state.evaluator.problem.usable) > MOST_AT_ONCE
-    if best is None or large or state.finished() or slow_to_mix(state, best.solution):
+    if best is None or large or state.finished() or state.slow_to_mix(best.solution):
         return
     spent = whole.spent_share
     state.stopping = whole.only_until(spent + AT_ONCE * (1 - spent))
@@ -273,21 +263,11 @@ def _offer_rounded(state: SearchState, phases: Phases) -> None:
 def _offer_in_time(state: SearchState, start: Solution, label: str) -> None:
     """Offer a start. Where it would take too long to find out what its replicas could do for one another,
     offer what colocated ones do for themselves, or nothing if there is an answer."""
-    late = slow_to_mix(state, start)
+    late = state.slow_to_mix(start)
     if late and all(group.role == "colocated" for group in start.groups):
         state.offer(first_look(state.evaluator, start), label)
     elif not late or state.incumbent.best is None:
         state.offer(state.evaluator.evaluate(start), label)
-
-
-def slow_to_mix(state: SearchState, solution: Solution, share: float = 1.0) -> bool:
-    """Whether it takes longer than this share of the time left to find out what these replicas could do for
-    one another."""
-    left_s = state.stopping.time_left_s
-    if left_s is None or not state.evaluator.problem.mixes:
-        return False
-    late_s = 0.0 if state.incumbent.best else GRACE_S
-    return len(solution.groups) ** 2 * MIXED_S_PER_PAIR > share * left_s + late_s
 
 
 def _left_s(stopping: Stopping, until: float) -> float | None:

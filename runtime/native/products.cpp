@@ -14,14 +14,14 @@ constexpr long AHEAD = LANES == 16 ? 64 : 256; // words of a panel between what 
 constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
 
 // How words of 32 bits, of which a panel has [words, PANEL], are multiplied. Value is the type of x and of the
-// results, Input that of x as `add` reads it, STEP how many of these belong to a word; `add` adds the products
-// of ROWS rows, x_row apart, with PANEL words.
+// results, Input that of x as `add` reads it, STEP how many of these belong to a word, FEW how many rows gain by
+// several panels at once; `add` adds the products of ROWS rows, x_row apart, with PANEL words.
 
 // A word is a float.
 struct Singles {
     typedef float Value;
     typedef float Input;
-    static constexpr long INPUTS = 1, STEP = 1;
+    static constexpr long INPUTS = 1, STEP = 1, FEW = 3;
     template <int ROWS>
     static inline void add(const float *x, long x_row, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
         for (int row = 0; row < ROWS; ++row)
@@ -33,7 +33,7 @@ struct Singles {
 template <typename Of, typename Weight> struct Halves {
     typedef Of Value;
     typedef float Input;
-    static constexpr long INPUTS = 2, STEP = 2;
+    static constexpr long INPUTS = 2, STEP = 2, FEW = 2;
     template <int ROWS>
     static inline void add(const float *x, long x_row, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
         for (int half = 0; half < 2; ++half) {
@@ -62,7 +62,7 @@ struct InFloat16 {
 struct Dots {
     typedef Bfloat16 Value;
     typedef int32_t Input;
-    static constexpr long INPUTS = 2, STEP = 1;
+    static constexpr long INPUTS = 2, STEP = 1, FEW = 1;
     template <int ROWS>
     static inline void add([[maybe_unused]] const int32_t *x, [[maybe_unused]] long x_row,
                            [[maybe_unused]] const Floats *words, [[maybe_unused]] Floats (*sums)[PANEL_VECTORS]) {
@@ -86,13 +86,9 @@ struct Dots {
     }
 };
 
-constexpr int FEW_ROWS = 3, SUMS_AT_ONCE = 6;
-
 // Panels that so many rows pass at once, as far as there are registers for the sums. Memory is read faster in several
 // places at a time; processors then fetch ahead by themselves, and lose time if they are told to. Measured with AVX2.
-template <typename Kind> constexpr int at_once(long rows) {
-    return LANES == 8 && rows * Kind::INPUTS <= FEW_ROWS + 1 && rows <= FEW_ROWS ? SUMS_AT_ONCE / rows : 1;
-}
+template <typename Kind> constexpr int at_once(long rows) { return LANES == 8 && rows <= Kind::FEW ? 6 / rows : 1; }
 
 template <typename Kind> struct Product {
     // ROWS rows of x times one panel; `ahead` is prefetched meanwhile. Every row is summed in the same order
@@ -174,7 +170,7 @@ void multiply_panels(const typename Kind::Value *x, long rows, long inputs, cons
         long panel = first_panel;
         if (const long several = at_once<Kind>(count); several > 1)
             for (; panel + several <= end_panel; panel += several)
-                multiplies<Several<Kind>, FEW_ROWS>.by_rows[count](
+                multiplies<Several<Kind>, Kind::FEW>.by_rows[count](
                     some, words, packed + panel * size, bias ? bias + panel * PANEL : nullptr,
                     output + first * outputs + panel * PANEL, outputs, width_of(panel + several - 1));
         for_panels(count, packed, size, AHEAD * PANEL, panel, end_panel,

@@ -7,12 +7,11 @@ answer.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 
 from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
+from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
 from hexgen2.search.ties import exceeds, first_greatest, greatest_first
 
 MANY_REPLICAS = 4
@@ -28,7 +27,7 @@ def whole_nodes(
     role: str | None = None,
     stop: Callable[[], bool] = lambda: False,
     over: Callable[[], bool] = lambda: False,
-    unlike: Callable[[], bool] | None = None,
+    stop_joining: Callable[[], bool] | None = None,
     divide: bool = False,
 ) -> Solution:
     """A group on each node in which the model fits; nodes that are too small are joined, the nearest first,
@@ -37,20 +36,15 @@ def whole_nodes(
 
     Parameters
     ----------
-    stop : whether the nodes left stay idle, now that there is an answer
+    stop : whether the nodes left stay idle, now that there is an answer: nodes that are alike are taken or
+        left together, those with the most memory in all first
     over : whether they do so in any case
-    unlike : the same as stop, but for nodes that need not be joined. Nodes that are alike are taken or left
-        together, those with the most memory in all first
+    stop_joining : whether those left that have to be joined do so; the same as stop unless given
     divide : whether nodes are divided in several groups where these serve more, until it is time to stop
     """
     problem = evaluator.problem
     role = role or problem.roles[-1]
     sizes = [len(gpus) for gpus in problem.node_gpus]
-    memory = [float(problem.cluster.memory_bytes[list(gpus)].sum()) for gpus in problem.node_gpus]
-    alike: dict[tuple[int, int], list[int]] = {}
-    for node, size in enumerate(sizes):
-        if size:
-            alike.setdefault((problem.node_kind[node], size), []).append(node)
     found: list[NodeCounts] = []
 
     def enough(stop: Callable[[], bool]) -> bool:
@@ -58,20 +52,21 @@ def whole_nodes(
         return (len(found) >= (1 if role == "colocated" else 2) and stop()) or over()
 
     small: list[int] = []
-    for nodes in greatest_first(alike.values(), lambda nodes: math.fsum(memory[n] for n in nodes)):
-        if enough(unlike or stop):
+    for nodes in _alike(problem, [((node, size),) for node, size in enumerate(sizes) if size]):
+        if enough(stop):
             break
-        if evaluator.planner.plan(role, counts_of({nodes[0]: sizes[nodes[0]]})):
-            found += [counts_of({node: sizes[node]}) for node in nodes]
+        if evaluator.planner.plan(role, nodes[0]):
+            found += nodes
         else:
-            small += nodes
+            small += [node for ((node, _),) in nodes]
     found.sort()
     small.sort()
-    while small and not enough(stop):
+    while small and not enough(stop_joining or stop):
         joined = [small.pop(0)]
+        counts = counts_of({joined[0]: sizes[joined[0]]})
         # Where targets are missed with this much memory, more nodes are unlikely to help, and slow to plan.
         most, span = ROOM * problem.model.total_bytes, evaluator.planner.span
-        while small and not over() and len(joined) < span and math.fsum(memory[n] for n in joined) < most:
+        while small and not over() and len(joined) < span and _memory(problem, counts) < most:
             links = problem.node_links[joined[-1]]
             joined.append(first_greatest(small, [links[node].bandwidth_bytes_s for node in small]))
             small.remove(joined[-1])
@@ -80,43 +75,50 @@ def whole_nodes(
                 found.append(counts)
                 break
     if divide:
-        found = _in_parts(evaluator, role, found, unlike or stop)
+        alike = _alike(problem, found)
+        found = sorted(part for nodes in alike for part in _in_parts(evaluator, role, nodes, stop))
     if role == "colocated":
         return Solution(tuple(Group(role, counts) for counts in found))
     two = found if len(found) > 1 else [half for one in found for half in _halves(one)]
-    return _divided(evaluator, two, unlike or stop)
+    return _divided(evaluator, two, stop)
+
+
+def _alike(problem: Problem, groups: Iterable[NodeCounts]) -> list[list[NodeCounts]]:
+    """Groups with the same plans together, those with the most memory in all first. Groups of one node are
+    alike if their nodes are of a kind; any other is taken to be unlike all."""
+    found: dict[Hashable, list[NodeCounts]] = {}
+    for counts in groups:
+        (node, size), *others = counts
+        found.setdefault(counts if others else (problem.node_kind[node], size), []).append(counts)
+    return greatest_first(found.values(), lambda like: math.fsum(_memory(problem, each) for each in like))
+
+
+def _memory(problem: Problem, counts: NodeCounts) -> float:
+    """Bytes of memory of these GPUs."""
+    memory, gpus = problem.cluster.memory_bytes, problem.node_gpus
+    return math.fsum(count * float(memory[gpus[node][0]]) for node, count in counts)
 
 
 def _in_parts(
     evaluator: Evaluator, role: str, nodes: list[NodeCounts], stop: Callable[[], bool]
 ) -> list[NodeCounts]:
-    """These groups, those of one node divided where smaller ones serve more. Halves are looked at, their
-    halves, and so on, as long as they help: the kinds of nodes of which there are most GPUs first."""
-    kind = evaluator.problem.node_kind
-    alone = [counts[0] for counts in nodes if len(counts) == 1]
-    gpus: Counter[tuple[int, int]] = Counter()
-    for node, size in alone:
-        gpus[kind[node], size] += size
-    example = {(kind[node], size): node for node, size in alone}
-    parts: dict[tuple[int, int], tuple[int, ...]] = {like: (like[1],) for like in gpus}
-    for like, _ in gpus.most_common():
-        node, (_, size) = example[like], like
-        most, part = _capacity(evaluator, role, node, size), size // 2
-        while part and not stop():
-            count, rest = divmod(size, part)
-            served = count * _capacity(evaluator, role, node, part)
-            if rest:
-                served += _capacity(evaluator, role, node, rest)
-            if not exceeds(served, most * WORTH_DIVIDING):
-                break
-            most, parts[like], part = served, (part,) * count + (rest,) * bool(rest), part // 2
-    divided = [((node, part),) for node, size in alone for part in parts[kind[node], size]]
-    return divided + [counts for counts in nodes if len(counts) > 1]
+    """These groups, which are alike, in parts where these serve more: halves are looked at, their halves, and
+    so on, as long as they help. Groups of several nodes stay as they are."""
+    (node, size), *others = nodes[0]
+    most, best, part = _capacity(evaluator, role, node, size), [size], 0 if others else size // 2
+    while part and not stop():
+        count, rest = divmod(size, part)
+        parts = [part] * count + [rest] * bool(rest)
+        served = math.fsum(_capacity(evaluator, role, node, each) for each in parts)
+        if not exceeds(served, most * WORTH_DIVIDING):
+            break
+        most, best, part = served, parts, part // 2
+    return nodes if len(best) == 1 else [((counts[0][0], each),) for counts in nodes for each in best]
 
 
 def _capacity(evaluator: Evaluator, role: str, node: int, size: int) -> float:
     """Requests/s of so many GPUs of a node with this role; 0 if the model does not fit."""
-    plan = evaluator.planner.plan(role, counts_of({node: size}))
+    plan = evaluator.planner.plan(role, ((node, size),))
     return plan.capacity_req_s if plan else 0.0
 
 
@@ -145,17 +147,14 @@ def _halves(counts: NodeCounts) -> tuple[NodeCounts, ...]:
 def _divided(evaluator: Evaluator, found: list[NodeCounts], stop: Callable[[], bool]) -> Solution:
     """These groups, the first of them for prefill in the order of what they prefill beside what they decode:
     as many as serve most. Once it is time to stop and there are two, those unlike them are left out."""
-    kind = evaluator.problem.node_kind
-    known: set[tuple[int, int]] = set()
-    able: list[tuple[float, float, NodeCounts]] = []
-    for counts in found:
-        like = [(kind[node], count) for node, count in counts]
-        if len(able) > 1 and not (len(like) == 1 and like[0] in known) and stop():
-            continue
-        prefill, decode = (evaluator.planner.plan(role, counts) for role in ("prefill", "decode"))
-        known |= set(like if len(like) == 1 else ())
+    serve: dict[NodeCounts, tuple[float, float]] = {}
+    for like in _alike(evaluator.problem, found):
+        if len(serve) > 1 and stop():
+            break
+        prefill, decode = (evaluator.planner.plan(role, like[0]) for role in ("prefill", "decode"))
         if prefill and decode:
-            able.append((prefill.capacity_req_s, decode.capacity_req_s, counts))
+            serve |= dict.fromkeys(like, (prefill.capacity_req_s, decode.capacity_req_s))
+    able = [(*serve[counts], counts) for counts in found if counts in serve]
     order = greatest_first(able, lambda each: each[0] / each[1])
     rest, sent, best, most = math.fsum(decode for _, decode, _ in order), 0.0, 0, 0.0
     for count, (sends, takes, _) in enumerate(order, 1):

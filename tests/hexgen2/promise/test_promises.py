@@ -40,18 +40,18 @@ def test_a_promise_is_kept_under_requests_that_the_search_has_not_seen(promised)
     low, high = goodput.interval_req_s
     assert low <= goodput.goodput_req_s <= high
 
-    def in_time(times: float, *seeds: int) -> float:
+    def in_time(times: float) -> float:
         runs = (
             hexgen2.simulate(
                 promised, request_rate=times * goodput.goodput_req_s, num_requests=12_000, seed=seed
             )
-            for seed in seeds
+            for seed in (31, 32)
         )
-        return sum(run.attainment or 0.0 for run in runs) / len(seeds)
+        return sum(run.attainment or 0.0 for run in runs) / 2
 
     # Here the share falls from 98 to 70 % within 4 % of the rate.
-    assert in_time(1.0, 31, 32) > 0.85 and in_time(1.05, 31, 32) < 0.9
-    assert in_time(0.9, 33) > 0.95 and in_time(1.15, 33) < 0.8
+    assert in_time(1.0) > 0.85 and in_time(1.05) < 0.9
+    assert in_time(0.9) > 0.95 and in_time(1.15) < 0.8
 
 
 def test_the_throughput_is_what_is_promised_and_passes_the_checkers(promised):
@@ -124,7 +124,7 @@ def test_a_fleet_with_many_places_keeps_its_promise_once_it_is_full():
     # What is seen of a run beyond the capacity is what a much longer one, barely beyond it, serves.
     trials = Trials(promised, cluster_of(promised), promised.goal, 1)
     barely = trials.served_req_s(1.1 * rate, 40_000, 0)
-    for beyond in (1.4, 1.7):
+    for beyond in (1.4, 1.5, 1.6, 1.7):
         found = trials.full_req_s(beyond * rate, 10 * promised.places, 1)
         assert found == pytest.approx(barely, rel=0.03)
     # Without time for a close look, a run that was over before the fleet was full shows no more than planned.

@@ -67,6 +67,13 @@ def test_ordinary_clusters(calls: SimpleNamespace, family: str, gpus: int, model
     within_a_second(calls, problem, late_s=0.1)
 
 
+def test_many_replicas_that_might_work_for_one_another(calls: SimpleNamespace) -> None:
+    """To find out what 190 of them do for one another takes as long as this search has."""
+    cluster = ClusterSpec.model_validate(drawn("patchy", 192, 94022))
+    problem = make_problem(cluster, "llama-3-8b", "LPHD", phases="flexible")
+    within_a_second(calls, problem, late_s=0.1)
+
+
 @pytest.mark.parametrize(
     "goal",
     [

@@ -273,7 +273,7 @@ def test_pipelines_of_colocated_replicas_share_links_too():
 
 
 def test_the_whole_search_under_either_reading():
-    problem = make_problem("hexgen2-setting-4", "opt-30b", "HPHD", phases="disaggregated")
+    problem = make_problem("hexgen2-setting-1", "opt-30b", "HPHD", phases="disaggregated")
     found = {links: _searched(replace(problem, links=links), "hexgen2") for links in get_args(Links)}
     for links, placement in found.items():
         assert placement.cost_model.links == links and violations(placement) == []

@@ -67,8 +67,10 @@ def test_nodes_that_are_alike_and_have_most_memory_come_first() -> None:
     assert [group.counts for group in found.groups] == [((n, len(problem.node_gpus[n])),) for n in most]
 
 
-def test_nodes_that_need_not_be_joined_may_have_more_time() -> None:
-    evaluator = Evaluator(_problem("racks", 64, 5))
-    all_of_them = whole_nodes(evaluator, "colocated")
-    found = whole_nodes(evaluator, "colocated", stop=lambda: True, unlike=lambda: False)
-    assert found == all_of_them
+def test_joining_may_stop_sooner() -> None:
+    """A 70B model fits in some nodes only."""
+    evaluator = Evaluator(_problem("racks", 64, 5, "llama-2-70b"))
+    whole = whole_nodes(evaluator, "colocated")
+    alone = whole_nodes(evaluator, "colocated", stop_joining=lambda: True)
+    assert alone.groups == tuple(group for group in whole.groups if len(group.counts) == 1)
+    assert 0 < len(alone.groups) < len(whole.groups)
