@@ -34,6 +34,9 @@ PLAIN_UNTIL = 0.25
 load by then."""
 TIGHT_FIRST = ((4, 4), (8, 4), (8, 8), (12, 12), (16, 16))
 """Points of the grid that are tried first within a time limit, until one carries the load."""
+PLANNED_ANEW = 0.25
+"""The share of the time left in which the replicas of a start are to be mixed: within new targets they are
+planned anew, too, which takes longer."""
 STRIDES = (2, 1)
 DIRECTIONS = ((1, -1), (-1, 1), (0, -1), (-1, 0))
 
@@ -148,7 +151,9 @@ class _LatencySearch:
 
     def _search(self, point: Point) -> float:
         state, own = self._state, self._problem.targets
-        if state.stopping.out_of_time():
+        assert state.incumbent.best is not None
+        late = state.slow_to_mix(state.incumbent.best.solution, PLANNED_ANEW)
+        if late or state.stopping.out_of_time():
             return float("inf")
         step = self._params.latency_step
         ttft_s, tpot_s = (s * math.prod([step] * k) for s, k in zip(self._soonest, point, strict=True))
@@ -171,7 +176,6 @@ class _LatencySearch:
 
         tried = SearchState(evaluator, state.stopping.again(), progress=look)
         tried.spend(self._params.latency_effort)
-        assert state.incumbent.best is not None
         refine(tried, state.incumbent.best.solution, "start from the best")
         perturb_and_refine(tried, self._seed, self._params.latency_perturbations)
         state.evaluator.evaluations += evaluator.evaluations
