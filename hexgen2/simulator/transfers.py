@@ -74,19 +74,45 @@ class _Transfer:
 
 @dataclass(eq=False, slots=True)
 class _Resource:
-    """A card, uplink, link or port, and the routes that send over it.
+    """A card, uplink, link or port, and the paths of routes that send over it.
 
     Attributes
     ----------
     wanted : the share of its time that their demands take; it limits them only if that is more than all
-    rising, free : while rates are computed: the routes that have none yet, and the share of the time that the
-        others leave
+    rising, free : while rates are computed: the number of routes that have none yet, and the share of the
+        time that the others leave
     """
 
-    users: dict[_Route, None] = field(default_factory=dict)
+    users: dict[_Path, None] = field(default_factory=dict)
     wanted: float = 0.0
     rising: int = 0
     free: float = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class _Path:
+    """What routes have in common that occupy the same resources for as long: as many as there are pairs of
+    nodes, while each pair may have many routes.
+
+    Attributes
+    ----------
+    uses : each resource, and the seconds that a token takes there
+    alone : tokens/s of a route while no other one sends
+    senders : the routes that have a demand, by their demand
+    """
+
+    uses: list[tuple[_Resource, float]]
+    alone: float
+    senders: dict[float, dict[_Route, None]] = field(default_factory=dict)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a resource may limit its routes."""
+        return any([resource.wanted > FULL for resource, _ in self.uses])
+
+
+Demand = tuple[_Path, float]
+"""The demand of routes of a path, in tokens/s."""
 
 
 @dataclass(eq=False, slots=True)
@@ -95,8 +121,6 @@ class _Route:
 
     Attributes
     ----------
-    uses : each resource that it occupies, and the seconds that a token takes there
-    alone : tokens/s while no other route sends
     computed : sent one after the other, before what is being computed
     computing : in the order in which they began
     demand : tokens/s that it could send at most while no other route sends
@@ -104,9 +128,7 @@ class _Route:
     version : counts changes, so that outdated events are ignored
     """
 
-    uses: list[tuple[_Resource, float]]
-    alone: float
-    latency_s: float
+    path: _Path
     computed: deque[_Transfer] = field(default_factory=deque)
     computing: dict[_Transfer, None] = field(default_factory=dict)
     demand: float = 0.0
@@ -127,15 +149,16 @@ class _Route:
 
     def wants(self) -> float:
         """Its demand by now, rounded up."""
+        alone = self.path.alone
         if self.computed:
-            return self.alone
+            return alone
         total = 0.0
         for transfer in self.computing:
             total += transfer.most
-        if total >= self.alone:
-            return self.alone
+        if total >= alone:
+            return alone
         part, scale = math.frexp(total)
-        return min(self.alone, math.ldexp(math.ceil(part * ROUNDING), scale) / ROUNDING)
+        return min(alone, math.ldexp(math.ceil(part * ROUNDING), scale) / ROUNDING)
 
     def send(self, rate: float) -> None:
         """Go on at that rate: first come, first served among those that are being computed."""
@@ -158,9 +181,10 @@ class Transfers:
     def __init__(self, schedule: Callable) -> None:
         self._schedule = schedule
         self._resources: dict[Resource, _Resource] = defaultdict(_Resource)
+        self._paths: dict[frozenset[tuple[Resource, float]], _Path] = {}
         self._routes: dict[RouteCost, _Route] = {}
         self._in_flight: dict[_Transfer, None] = {}
-        self._known_rates: dict[frozenset[tuple[_Route, float]], dict[_Route, float]] = {}
+        self._known_rates: dict[frozenset[tuple[Demand, int]], dict[Demand, float]] = {}
         self.changed: dict[_Route, None] = {}
 
     def begin(
@@ -187,7 +211,7 @@ class Transfers:
         early = (1 - 1 / layers) * tokens / span_s if span_s > 0 and layers > 1 else 0.0
         transfer = _Transfer(dict.fromkeys(requests), tokens, early, done)
         self._in_flight[transfer] = None
-        if not route.uses:
+        if not route.path.uses:
             self._schedule(computed_s + cost.latency_s, self._land, transfer)
             return
         if early:
@@ -195,9 +219,13 @@ class Transfers:
         self._schedule(computed_s + cost.latency_s, self._computed, (route, transfer))
 
     def _add(self, cost: RouteCost) -> _Route:
-        uses = [(self._resources[name], seconds) for name, seconds in cost.busy_s.items()]
-        alone = min((1 / seconds for _, seconds in uses), default=math.inf)
-        route = self._routes[cost] = _Route(uses, alone, cost.latency_s)
+        names = frozenset(cost.busy_s.items())
+        path = self._paths.get(names)
+        if path is None:
+            uses = [(self._resources[name], seconds) for name, seconds in cost.busy_s.items()]
+            alone = min((1 / seconds for _, seconds in uses), default=math.inf)
+            path = self._paths[names] = _Path(uses, alone)
+        route = self._routes[cost] = _Route(path)
         return route
 
     def cancel(self, request: Any) -> None:
@@ -226,42 +254,46 @@ class Transfers:
     def settle(self, now: float) -> None:
         """Update the rates of all routes whose demands, or shares of links, may have changed."""
         changed, self.changed = self.changed, {}
-        affected: dict[_Route, None] = {}
+        affected: dict[_Path, None] = {}
         for route in changed:
             demand = route.wants()
             if demand != route.demand:
-                affected[route] = None
+                affected[route.path] = None
                 for resource in _demand(route, demand):
                     affected.update(resource.users)
         rates = self._shared_rates(affected) if affected else {}
         for route in changed:
-            if route not in rates:
+            if (route.path, route.demand) not in rates:
                 self._send(route, route.rate, now)
-        for route, rate in rates.items():
-            if rate != route.rate or route in changed:
-                self._send(route, rate, now)
+        for (path, demand), rate in rates.items():
+            for route in path.senders[demand]:
+                if rate != route.rate or route in changed:
+                    self._send(route, rate, now)
 
-    def _shared_rates(self, affected: Iterable[_Route]) -> dict[_Route, float]:
-        """The rates of these routes, and of those that share crowded resources with them."""
-        rates: dict[_Route, float] = {}
-        for route in affected:
-            if route in rates or not route.demand:
+    def _shared_rates(self, affected: Iterable[_Path]) -> dict[Demand, float]:
+        """The rates of the routes of these paths, and of those that share crowded resources with them."""
+        rates: dict[Demand, float] = {}
+        known: set[_Path] = set()
+        for path in affected:
+            if path in known:
                 continue
-            group = _crowd(route)
-            if len(group) == 1:
-                rates[route] = route.demand
+            crowd = _crowd(path) if path.crowded else [path]
+            known.update(crowd)
+            counts = {(one, demand): len(own) for one in crowd for demand, own in one.senders.items()}
+            if path.crowded:
+                rates.update(self._rates_of(counts))
             else:
-                rates.update(self._rates_of(group))
+                rates.update((each, each[1]) for each in counts)
         return rates
 
-    def _rates_of(self, group: list[_Route]) -> dict[_Route, float]:
+    def _rates_of(self, counts: dict[Demand, int]) -> dict[Demand, float]:
         """The rates of a crowd; the same demands come again and again."""
-        key = frozenset([(route, route.demand) for route in group])
+        key = frozenset(counts.items())
         found = self._known_rates.get(key)
         if found is None:
             if len(self._known_rates) >= KNOWN_RATES:
                 self._known_rates.clear()
-            found = self._known_rates[key] = _rates(group)
+            found = self._known_rates[key] = _rates(counts)
         return found
 
     def _send(self, route: _Route, rate: float, now: float) -> None:
@@ -290,23 +322,30 @@ class Transfers:
 def _demand(route: _Route, demand: float) -> list[_Resource]:
     """Change the demand of a route; returns those of its resources that were or are crowded."""
     crowded: list[_Resource] = []
-    for resource, seconds in route.uses:
-        before = resource.wanted
-        if demand:
-            resource.users[route] = None
+    path, before = route.path, route.demand
+    if before:
+        del path.senders[before][route]
+        if not path.senders[before]:
+            del path.senders[before]
+    if demand:
+        path.senders.setdefault(demand, {})[route] = None
+    for resource, seconds in path.uses:
+        wanted = resource.wanted
+        if path.senders:
+            resource.users[path] = None
         else:
-            del resource.users[route]
-        resource.wanted = before + (demand - route.demand) * seconds if resource.users else 0.0
-        if before > FULL or resource.wanted > FULL:
+            del resource.users[path]
+        resource.wanted = wanted + (demand - before) * seconds if resource.users else 0.0
+        if wanted > FULL or resource.wanted > FULL:
             crowded.append(resource)
     route.demand = demand
     return crowded
 
 
-def _crowd(route: _Route) -> list[_Route]:
-    """The routes that share crowded resources with this one, also by way of others, and itself."""
-    seen = {route: None}
-    reached = [route]
+def _crowd(path: _Path) -> list[_Path]:
+    """The paths that share crowded resources with this one, also by way of others, and itself."""
+    seen = {path: None}
+    reached = [path]
     while reached:
         for resource, _ in reached.pop().uses:
             if resource.wanted > FULL:
@@ -317,48 +356,52 @@ def _crowd(route: _Route) -> list[_Route]:
     return list(seen)
 
 
-def _rates(crowd: list[_Route]) -> dict[_Route, float]:
-    """The rates of a crowd, in tokens/s. None is below what equal shares of the time of each of its crowded
-    resources allow, or its demand; what a route leaves of its shares, others get, so that each has its demand
-    or a resource that is full."""
-    uses: dict[_Route, list[tuple[_Resource, float]]] = {}
-    for route in crowd:
-        uses[route] = [use for use in route.uses if use[0].wanted > FULL]
-        for resource, _ in uses[route]:
-            resource.rising, resource.free = len(resource.users), 1.0
-    rates: dict[_Route, float] = {}
+def _rates(crowd: Mapping[Demand, int]) -> dict[Demand, float]:
+    """The rates of the routes of a crowd, in tokens/s, where so many have each demand. None is below what
+    equal shares of the time of each of its crowded resources allow, or its demand; what a route leaves of its
+    shares, others get, so that each has its demand or a resource that is full."""
+    uses: dict[_Path, list[tuple[_Resource, float]]] = {}
+    for path, _ in crowd:
+        if path not in uses:
+            uses[path] = [use for use in path.uses if use[0].wanted > FULL]
+            for resource, _ in uses[path]:
+                resource.rising, resource.free = 0, 1.0
+    for (path, _), count in crowd.items():
+        for resource, _ in uses[path]:
+            resource.rising += count
+    rates: dict[Demand, float] = {}
     rising = dict.fromkeys(crowd)
-    equal: dict[_Route, float] = {}
-    changed: Iterable[_Route] = crowd
     while rising:
-        # Those that need no more than equal shares first, then the one with the largest part of its needs:
+        # Those that need no more than equal shares first, then those with the largest part of their needs:
         # the shares of all others only grow by that.
-        settled: list[tuple[_Route, float]] = []
-        for route in changed:
-            rate = min([resource.free / (resource.rising * seconds) for resource, seconds in uses[route]])
-            equal[route] = rate
-            if rate >= route.demand:
-                settled.append((route, route.demand))
-        if not settled:
-            largest = max(rising, key=lambda route: equal[route] / route.demand)
-            settled = [(largest, equal[largest])]
-        touched: dict[_Route, None] = {}
-        for route, rate in settled:
-            rates[route] = rate
-            del rising[route]
-            for resource, seconds in uses[route]:
-                resource.free = max(0.0, resource.free - rate * seconds)
-                resource.rising -= 1
-                touched.update(resource.users)
-        changed = [route for route in touched if route in rising]
-    for route in reversed(rates):  # What is left goes to those with the smallest part.
-        spare = min([resource.free / seconds for resource, seconds in uses[route]])
-        more = min(spare, route.demand - rates[route])
-        if more > 0:
-            rates[route] += more
-            for resource, seconds in uses[route]:
-                resource.free = max(0.0, resource.free - more * seconds)
+        equal: dict[_Path, float] = {}
+        for path, _ in rising:
+            if path not in equal:
+                shares = [resource.free / (resource.rising * seconds) for resource, seconds in uses[path]]
+                equal[path] = min(shares)
+        settled = [each for each in rising if equal[each[0]] >= each[1]]
+        settled = settled or [max(rising, key=lambda each: equal[each[0]] / each[1])]
+        for each in settled:
+            path, demand = each
+            rate = rates[each] = min(demand, equal[path])
+            _take(uses[path], crowd[each] * rate)
+            for resource, _ in uses[path]:
+                resource.rising -= crowd[each]
+            del rising[each]
+    for each in reversed(rates):  # What is left goes to those with the smallest part.
+        (path, demand), count = each, crowd[each]
+        if rates[each] < demand:
+            spare = min([resource.free / (count * seconds) for resource, seconds in uses[path]])
+            more = min(spare, demand - rates[each])
+            rates[each] += more
+            _take(uses[path], count * more)
     return rates
+
+
+def _take(uses: list[tuple[_Resource, float]], rate: float) -> None:
+    """Send that many tokens/s over these resources."""
+    for resource, seconds in uses:
+        resource.free = max(0.0, resource.free - rate * seconds)
 
 
 def binding(costs: Mapping[Any, RouteCost]) -> dict[Any, RouteCost]:

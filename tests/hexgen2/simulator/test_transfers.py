@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
-from hexgen2.simulator.transfers import RouteCost, Transfers, _demand, _Resource, _Route, binding
+from hexgen2.simulator.transfers import RouteCost, Transfers, _demand, _Path, _Resource, _Route, binding
 
 
 class Clock:
@@ -167,26 +167,35 @@ def test_rates_are_fair_and_waste_nothing(data):
     # Each route has its demand or a full resource, and no less than equal shares would give.
     names = [f"r{k}" for k in range(data.draw(st.integers(1, 4)))]
     resources = {name: _Resource() for name in names}
-    routes = []
+    paths, routes = [], []
     for _ in range(data.draw(st.integers(1, 7))):
         own = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
         uses = [(resources[name], data.draw(st.floats(0.001, 1))) for name in own]
-        route = _Route(uses, min(1 / seconds for _, seconds in uses), 0.0)
-        # A demand may change before the rates are asked for.
-        for demand in data.draw(st.lists(st.floats(0.1, 1000), min_size=1, max_size=3)):
-            _demand(route, min(demand, route.alone))
-        routes.append(route)
-    rates = Transfers(Clock().schedule)._shared_rates(routes)
-    assert rates.keys() == set(routes)
+        paths.append(_Path(uses, min(1 / seconds for _, seconds in uses)))
+    for path in paths:
+        asked = data.draw(st.lists(st.floats(0.1, 1000), min_size=1, max_size=3))
+        for _ in range(data.draw(st.integers(1, 4))):
+            route = _Route(path)
+            # A demand may change before the rates are asked for; several routes may have the same.
+            for demand in data.draw(st.lists(st.sampled_from(asked), min_size=1, max_size=3)):
+                _demand(route, min(demand, path.alone))
+            routes.append(route)
+    shared = Transfers(Clock().schedule)._shared_rates(paths)
+    assert shared.keys() == {(route.path, route.demand) for route in routes}
+    rates = {route: shared[route.path, route.demand] for route in routes}
     load = {
-        name: sum(s * rates[route] for route in routes for used, s in route.uses if used is resource)
+        name: sum(s * rates[route] for route in routes for used, s in route.path.uses if used is resource)
         for name, resource in resources.items()
+    }
+    users = {
+        id(resource): sum(resource in (used for used, _ in route.path.uses) for route in routes)
+        for resource in resources.values()
     }
     assert all(share <= 1 + 1e-9 for share in load.values())
     for route in routes:
-        full = [n for n, of in resources.items() if route in of.users and load[n] > 1 - 1e-9]
+        full = [n for n, of in resources.items() if route.path in of.users and load[n] > 1 - 1e-9]
         assert rates[route] == approx(route.demand) or full
-        equal = min(1 / (len(resource.users) * seconds) for resource, seconds in route.uses)
+        equal = min(1 / (users[id(resource)] * seconds) for resource, seconds in route.path.uses)
         assert rates[route] >= min(route.demand, equal) * (1 - 1e-9)
 
 
