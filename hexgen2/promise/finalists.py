@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cost_model.base import PREFILL_TOKENS
 from hexgen2.cluster import Cluster
@@ -23,8 +24,9 @@ from hexgen2.prediction.step_times import StepTimes
 from hexgen2.promise.goodput import Found, find_goodput
 from hexgen2.promise.length_split import split_by_length
 from hexgen2.promise.precise_goodput import HARDLY, precise_goodput
-from hexgen2.promise.trial import OutOfTimeError, Trials, deviation
+from hexgen2.promise.trial import OutOfTimeError, Trial, Trials, deviation
 from hexgen2.replica import Replica
+from hexgen2.search.background import Ahead
 from hexgen2.simulator.run import TURNS
 
 AHEAD = 1.01
@@ -150,78 +152,99 @@ class _Tournament:
 
     def _compare(self) -> None:
         """Challenge the leader, retune it and look at it closely."""
-        best, goodput = self._leader
-        kinds, led = {_roles(best)}, [(best, goodput)]
+        led = [self._leader]
+        kinds, unlike = {_roles(self._leader[0])}, list[bool]()
         for challenger in self._placements[1:]:
             # Formulas are not equally kind to all phases: one of each kind is tried, whatever it takes.
-            unlike = _roles(challenger) not in kinds
+            unlike.append(_roles(challenger) not in kinds)
             kinds.add(_roles(challenger))
-            if self._led_by(challenger, unlike):
-                led.append(self._leader)
-        improved = True
-        while improved:
-            improved = False
-            for other in _other_steps(self._leader[0]):
-                if self._over():
-                    break
-                improved = self._led_by(other) or improved
+        led += self._challenge(self._placements[1:], unlike)
+        while not self._over() and self._challenge(list(_other_steps(self._leader[0]))):
+            pass
         best, goodput = self._leader
         divided = split_by_length(best) if goodput.req_s > 0 else None
-        if divided is not None and self._led_by(divided, in_any_case=True, ahead=SPLIT_AHEAD):
-            led.append(self._leader)
+        if divided is not None:
+            led += self._challenge([divided], [True], SPLIT_AHEAD)
         best, goodput = self._leader
         if goodput.req_s > 0 and not self._stop():
-            self._leader = best, self._closely(best, goodput)
-            self._leader = self._not_by_luck(*self._leader, led)
-
-    def _led_by(self, challenger: Placement, in_any_case: bool = False, ahead: float = AHEAD) -> bool:
-        """Whether the challenger leads from now on."""
-        self._leader = self._challenge(challenger, *self._leader, in_any_case, ahead)
-        return self._leader[0] is challenger
+            self._leader = self._not_by_luck(best, goodput, led)
 
     def _not_by_luck(
         self, best: Placement, goodput: Found, led: Sequence[tuple[Placement, Found]]
     ) -> tuple[Placement, Found]:
-        """The better of the winner and the last one that led before, if a close look at the winner finds less
-        than short runs did of that one: the winner may have led by luck."""
+        """The winner, looked at closely, or the last one that led before, if that finds less than short runs
+        did of that one, and a close look finds more: the winner may have led by luck."""
         before = [(one, roughly) for one, roughly in led[-2:] if one is not best]
-        for one, roughly in before[-1:]:
-            if goodput.req_s * AHEAD >= roughly.req_s or self._stop():
-                continue
-            found = self._closely(one, roughly)
-            if found.req_s > goodput.req_s:
-                return one, found
-        return best, goodput
+        compared = [(best, goodput), *before[-1:]]
+        with Ahead([partial(self._closely, *each) for each in compared], self._stop) as looks:
+            found = looks.result(0)
+            self._seen_closely = found is not None
+            for one, roughly in compared[1:]:
+                if found is None or found.req_s * AHEAD >= roughly.req_s or self._stop():
+                    continue
+                other = looks.result(1)
+                if other is not None and other.req_s > found.req_s:
+                    return one, other
+        return best, found or goodput
 
     def _over(self) -> bool:
         return self._left <= 0 or self._stop()
 
     def _challenge(
-        self,
-        challenger: Placement,
-        best: Placement,
-        goodput: Found,
-        in_any_case: bool = False,
-        ahead: float = AHEAD,
-    ) -> tuple[Placement, Found]:
-        """The better of both, with its goodput; in_any_case also beyond the requests of challengers."""
-        rate = goodput.req_s * ahead
-        if (self._stop() if in_any_case else self._over()) or rate > self._most:
-            return best, goodput
-        if rate <= 0:  # Nothing keeps the targets so far.
+        self, challengers: Sequence[Placement], in_any_case: Sequence[bool] = (), ahead: float = AHEAD
+    ) -> list[tuple[Placement, Found]]:
+        """Let them challenge the leader one after the other; returns those that took over, with their
+        goodputs. While one runs, the next ones do, on cores that are free.
+
+        Parameters
+        ----------
+        in_any_case : whether each is tried also beyond the requests of challengers
+        """
+        led = list[tuple[Placement, Found]]()
+        left = list(zip(challengers, in_any_case or [False] * len(challengers), strict=True))
+        while left:
+            rate = self._leader[1].req_s * ahead
+            left = [each for each in left if not (self._stop() if each[1] else self._over())]
+            with Ahead([partial(self._first_run, each, rate) for each, _ in left], self._stop) as first_runs:
+                for k, (each, always) in enumerate(left):
+                    if (self._stop() if always else self._over()) or rate > self._most:
+                        continue
+                    found = self._better(each, rate, partial(first_runs.result, k))
+                    if found is not None:
+                        self._leader = each, found
+                        led.append(self._leader)
+                        left = left[k + 1 :]
+                        break
+                else:
+                    left = []
+        return led
+
+    def _better(self, challenger: Placement, rate: float, first_run: Callable[[], Trial]) -> Found | None:
+        """The goodput of a challenger, if it exceeds the leader's.
+
+        Parameters
+        ----------
+        rate : just above that of the leader; 0 where nothing has kept the targets so far
+        first_run : of the challenger at that rate
+        """
+        if rate <= 0:
             found = self._roughly(challenger, challenger.throughput.req_s)
-            return (challenger, found) if found.req_s > 0 else (best, goodput)
-        trials, goal = self._trials(challenger), self._goal
+            return found if found.req_s > 0 else None
         self._simulated += 1
-        count = self._first_count(challenger, rate)
-        runs = [trials.run(rate, count, 0)]
+        runs, goal = [first_run()], self._goal
         if abs(runs[0].share - goal.attainment) < CLEAR * deviation(runs):
-            runs.append(trials.run(rate, count, 1))
-        self._left -= trials.requests
+            trials = self._trials(challenger)
+            runs.append(trials.run(rate, self._first_count(challenger, rate), 1))
+        self._left -= sum(len(run.in_time) for run in runs)
         if math.fsum(run.share for run in runs) / len(runs) < goal.attainment:
-            return best, goodput
+            return None
+        if self._left <= 0:  # By how much it is better, a close look will show.
+            return Found(rate, rate, rate, tuple(runs))
         found = self._roughly(challenger, rate)
-        return (challenger, found) if found.req_s > goodput.req_s else (best, goodput)
+        return found if found.req_s > self._leader[1].req_s else None
+
+    def _first_run(self, challenger: Placement, rate: float) -> Trial:
+        return self._trials(challenger).run(rate, self._first_count(challenger, rate), 0)
 
     def _first_roughly(self, placement: Placement, start: float) -> Found:
         """The goodput of the first placement, for others to exceed: where none can be afforded, a single run
@@ -251,9 +274,9 @@ class _Tournament:
         self._left -= trials.requests
         return found
 
-    def _closely(self, placement: Placement, roughly: Found) -> Found:
+    def _closely(self, placement: Placement, roughly: Found) -> Found | None:
         """The goodput with the requests that a promise needs: more where the rough runs had more in the fleet
-        than formulas say."""
+        than formulas say. None if there was no time for it."""
         inside = max((trial.inside for trial in roughly.trials if trial.whole and trial.kept_up), default=0)
         hardly = HARDLY * (1 - self._goal.attainment)
         easy = all(1 - trial.share < hardly for trial in roughly.trials)
@@ -270,10 +293,7 @@ class _Tournament:
             stop=lambda: trials.requests >= self._effort.enough or self._stop(),
             easy_req_s=roughly.req_s if easy else 0.0,
         )
-        if found.req_s <= 0 and self._stop():
-            return roughly
-        self._seen_closely = True
-        return found
+        return None if found.req_s <= 0 and self._stop() else found
 
     def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:
         seed = 2 * self._seed + seed_offset

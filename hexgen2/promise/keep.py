@@ -83,7 +83,9 @@ def _best_at_full_load(
     """The placement that serves most in the simulator, with the requests/s from there if formulas are off."""
     planned = [placement.throughput.req_s for placement in placements]
     best, most_req_s, seen = placements[0], 0.0, False
-    with Ahead([partial(simulated_factor, each, cluster, seed, stop) for each in placements]) as factors:
+    with Ahead(
+        [partial(simulated_factor, each, cluster, seed, stop) for each in placements], stop
+    ) as factors:
         for k, (placement, req_s) in enumerate(zip(placements, planned, strict=True)):
             if most_req_s and req_s * BETTER_YET <= most_req_s:
                 continue

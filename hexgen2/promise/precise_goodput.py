@@ -8,7 +8,7 @@ to the goodput show how long requests may wait (see fluid_queue.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hexgen2.goal import Goal
@@ -112,15 +112,30 @@ def precise_goodput(
         if easy:
             too_high = min((t.rate for t in done if t.rate > highest), default=math.inf)
             rate = min(highest * (1 + EASY_STEP), (highest + too_high) / 2, ceiling)
+            if ceiling <= rate < most_req_s and rate <= highest * (1 + STEP):
+                length = LONGER  # A short run so close to that one would show little more.
             continue
+        length = 1
         precise = found.high_req_s - found.low_req_s <= 2 * PRECISE * found.req_s
         if len(known) > 2 and precise and found.req_s <= highest * (1 + NEARBY):
             break
         rate = min(max(found.req_s, rate * (1 - STEP)), rate * (1 + STEP))
-    if done and not stop() and any(replica.role == "mixed" for replica in trials.placement.replicas):
+    mixed = any(replica.role == "mixed" for replica in trials.placement.replicas)
+    if mixed and done and not (stop() or _was_shown(found, done, late, count)):
         found, longer = _as_shown(found, queue, trials, late, count)
         done += longer
     return replace(found, trials=tuple(done))
+
+
+def _was_shown(found: Found, done: Sequence[Trial], late: float, count: Callable[[float, int], int]) -> bool:
+    """Whether a longer run at that rate has shown it already."""
+    return any(
+        trial.whole
+        and 1 - trial.share <= late
+        and trial.rate >= found.req_s
+        and len(trial.in_time) >= count(found.req_s, LONGER)
+        for trial in done
+    )
 
 
 def _as_shown(

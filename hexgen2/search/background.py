@@ -167,10 +167,16 @@ def gather(works: Sequence[Background[Any]], stop: Callable[[], bool] = lambda: 
 
 class Ahead(Generic[T]):
     """Works whose results are asked for in order, or skipped: while one is waited for, those after it begin,
-    as far as cores are free. To be closed in the end."""
+    as far as cores are free. To be closed in the end.
 
-    def __init__(self, works: Sequence[Callable[[], T]]) -> None:
-        self._works = works
+    Parameters
+    ----------
+    works : each looks at the clock by itself
+    stop : whether to wait no longer for other processes, which know nothing of Ctrl-C
+    """
+
+    def __init__(self, works: Sequence[Callable[[], T]], stop: Callable[[], bool] = lambda: False) -> None:
+        self._works, self._stop = works, stop
         self._begun: dict[int, Background[T]] = {}
 
     def result(self, number: int) -> T:
@@ -181,7 +187,9 @@ class Ahead(Generic[T]):
             if k not in self._begun:
                 self._begun[k] = Background(partial(_without_reports, self._works[k]))
         known = self._begun.get(number)
-        return self._works[number]() if known is None else known.result()
+        if known is not None:
+            known.wait(self._stop)
+        return known.result() if known is not None and known.done else self._works[number]()
 
     def __enter__(self) -> Ahead[T]:
         return self
