@@ -26,7 +26,7 @@ from hexgen2.promise.length_split import split_by_length
 from hexgen2.promise.precise_goodput import HARDLY, precise_goodput
 from hexgen2.promise.trial import OutOfTimeError, Trial, Trials, deviation
 from hexgen2.replica import Replica
-from hexgen2.search.background import Ahead
+from hexgen2.search.background import Ahead, Background, Report, free_cores
 from hexgen2.simulator.run import TURNS
 
 AHEAD = 1.01
@@ -37,6 +37,8 @@ benchmarks/search/length_split.py), and fewer routes take what comes."""
 BEFORE = 0.97
 """Longer runs begin at this multiple of what shorter ones found, in which queues have less time to grow,
 unless hardly any request was late in any of them."""
+NEARLY = 1.07
+"""A close look finds a goodput from a run at a rate that is so much less (see precise_goodput.STEP)."""
 ROUGH, ROUGH_RUNS = 2, 3
 """The runs around a goodput have so many times the requests of a challenger's first one; and there are so
 many at most."""
@@ -124,6 +126,9 @@ class _Tournament:
         self._most = goal.request_rate or float("inf")
         gpus = min(len(cluster.gpu_ids), effort.challenged_gpus)
         self._left = effort.challengers + effort.challengers_per_gpu * gpus
+        # Whether not even the rough runs of the first one can be afforded.
+        start_req_s = placements[0].throughput.req_s
+        self._large = self._left < ROUGH_RUNS * ROUGH * self._first_count(placements[0], start_req_s)
         self._simulated = 0
         # All were made under one cost model.
         self._costs, self._times = placements[0].costs(), dict[Hashable, StepTimes]()
@@ -174,18 +179,47 @@ class _Tournament:
     ) -> tuple[Placement, Found]:
         """The winner, looked at closely, or the last one that led before, if that finds less than short runs
         did of that one, and a close look finds more: the winner may have led by luck."""
-        before = [(one, roughly) for one, roughly in led[-2:] if one is not best]
-        compared = [(best, goodput), *before[-1:]]
-        with Ahead([partial(self._closely, *each) for each in compared], self._stop) as looks:
-            found = looks.result(0)
+        before = [each for each in led[-2:] if each[0] is not best][-1:]
+        ahead = [Background(partial(self._reported_closely, *each)) for each in before if free_cores()]
+        try:
+            found = self._closely(best, goodput)
             self._seen_closely = found is not None
-            for one, roughly in compared[1:]:
+            for one, roughly in before:
                 if found is None or found.req_s * AHEAD >= roughly.req_s or self._stop():
                     continue
-                other = looks.result(1)
+                other = self._second_look(one, roughly, found.req_s, *ahead)
                 if other is not None and other.req_s > found.req_s:
                     return one, other
+        finally:
+            for each in ahead:
+                each.cancel()
         return best, found or goodput
+
+    def _second_look(
+        self,
+        placement: Placement,
+        roughly: Found,
+        to_beat: float,
+        begun: Background[Found | None] | None = None,
+    ) -> Found | None:
+        """A close look that ends early if the capacity shows that no more than `to_beat` can come of it. It
+        may have begun elsewhere."""
+        if begun is None:
+            return self._closely(placement, roughly, lambda most: most > to_beat)
+        most = begun.first_report(self._stop)
+        if most is None or most <= to_beat:
+            return None
+        begun.wait(self._stop)
+        return begun.result() if begun.done else None
+
+    def _reported_closely(self, placement: Placement, roughly: Found, report: Report) -> Found | None:
+        """A close look that reports the most that may come of it once that is known."""
+
+        def worthwhile(most: float) -> bool:
+            report(most)
+            return True
+
+        return self._closely(placement, roughly, worthwhile)
 
     def _over(self) -> bool:
         return self._left <= 0 or self._stop()
@@ -238,7 +272,8 @@ class _Tournament:
         self._left -= sum(len(run.in_time) for run in runs)
         if math.fsum(run.share for run in runs) / len(runs) < goal.attainment:
             return None
-        if self._left <= 0:  # By how much it is better, a close look will show.
+        if self._large and challenger.throughput.req_s <= rate * NEARLY:
+            # Its run was a long one. By how much it is better, a close look will show.
             return Found(rate, rate, rate, tuple(runs))
         found = self._roughly(challenger, rate)
         return found if found.req_s > self._leader[1].req_s else None
@@ -249,32 +284,37 @@ class _Tournament:
     def _first_roughly(self, placement: Placement, start: float) -> Found:
         """The goodput of the first placement, for others to exceed: where none can be afforded, a single run
         that is in time shows where to look closely."""
-        if self._left < ROUGH_RUNS * ROUGH * self._first_count(placement, start):
-            found = self._roughly(placement, start, runs=1, times=1)
+        if self._large:
             self._left = 0
-            if found.req_s > 0:
-                return found
+            return self._roughly(placement, start, times=1, one_in_time=True)
         return self._roughly(placement, start)
 
     def _roughly(
-        self, placement: Placement, start: float, runs: int = ROUGH_RUNS, times: int = ROUGH
+        self, placement: Placement, start: float, times: int = ROUGH, one_in_time: bool = False
     ) -> Found:
-        """The goodput by a few short runs, of so many times the requests of a challenger's first one."""
+        """The goodput by a few short runs, of so many times the requests of a challenger's first one; or only
+        until one is in time."""
         trials = self._trials(placement)
         found = find_goodput(
             trials,
             self._goal.attainment,
             start,
             lambda rate: times * self._first_count(placement, rate),
-            runs=runs,
+            runs=ROUGH_RUNS,
             most_req_s=self._most,
             stop=self._stop,
+            one_in_time=one_in_time,
         )
         self._simulated += 1
         self._left -= trials.requests
         return found
 
-    def _closely(self, placement: Placement, roughly: Found) -> Found | None:
+    def _closely(
+        self,
+        placement: Placement,
+        roughly: Found,
+        worthwhile: Callable[[float], bool] = lambda most_req_s: True,
+    ) -> Found | None:
         """The goodput with the requests that a promise needs: more where the rough runs had more in the fleet
         than formulas say. None if there was no time for it."""
         inside = max((trial.inside for trial in roughly.trials if trial.whole and trial.kept_up), default=0)
@@ -292,6 +332,7 @@ class _Tournament:
             most_req_s=self._most,
             stop=lambda: trials.requests >= self._effort.enough or self._stop(),
             easy_req_s=roughly.req_s if easy else 0.0,
+            worthwhile=worthwhile,
         )
         return None if found.req_s <= 0 and self._stop() else found
 

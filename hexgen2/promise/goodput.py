@@ -58,6 +58,7 @@ def find_goodput(
     runs: int,
     most_req_s: float = math.inf,
     stop: Callable[[], bool] = lambda: False,
+    one_in_time: bool = False,
 ) -> Found:
     """Find the goodput of a placement.
 
@@ -68,6 +69,7 @@ def find_goodput(
     runs : how many at most
     most_req_s : no higher rate is of interest; if it serves enough in time, it is the answer
     stop : asked before each run but the first
+    one_in_time : whether to end with the first run that serves enough in time
 
     Raises
     ------
@@ -83,7 +85,7 @@ def find_goodput(
                 raise
             break
         low, high = _bracket(done, attainment)
-        if low is not None and low.rate >= most_req_s:
+        if low is not None and (one_in_time or low.rate >= most_req_s):
             break
         if low and high and min(high.rate, high.most_req_s) - low.rate <= CLOSE * low.rate:
             break

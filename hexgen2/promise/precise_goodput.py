@@ -62,6 +62,7 @@ def precise_goodput(
     most_req_s: float = math.inf,
     stop: Callable[[], bool] = lambda: False,
     easy_req_s: float = 0.0,
+    worthwhile: Callable[[float], bool] = lambda most_req_s: True,
 ) -> Found:
     """Find the goodput of a placement that is about start_req_s.
 
@@ -73,11 +74,14 @@ def precise_goodput(
     most_req_s : no higher rate is of interest; if it serves enough in time, it is the answer
     stop : asked before each run but the first
     easy_req_s : a rate at which shorter runs had hardly any late request
+    worthwhile : asked with the most that the capacity lets be promised; where it is not, the answer is 0
     """
     capacity = _capacity_req_s(trials, start_req_s, overload_count, runs)
     if capacity <= 0:
         return Found(0.0, 0.0, 0.0, ())
     ceiling, late = min(most_req_s, SUSTAINED * capacity), 1 - goal.attainment
+    if not worthwhile(ceiling):
+        return Found(0.0, 0.0, 0.0, ())
     done: list[Trial] = []
     queue: FluidQueue | None = None
     found = Found(0.0, 0.0, 0.0, ())

@@ -98,7 +98,7 @@ class Background(Generic[T]):
             raise self._error
         if self._results is None and not self._found:
             self._found.append(self._work(self._keep))
-        if self._found or self._results is None or self._results.closed:
+        if self._results is None or self._results.closed:
             return
         try:
             while not (self._found or stop()):
@@ -106,6 +106,15 @@ class Background(Generic[T]):
                     self._receive()
         finally:
             self.cancel()
+
+    def first_report(self, stop: Callable[[], bool] = lambda: False) -> Any:
+        """What the work reports first, waiting for it; None if it ends without, or if it is time to stop.
+        Errors are those of `result`."""
+        while self.latest() is None and not (self.done or stop()):
+            if self._results is None or self._results.closed:
+                break
+            self._results.poll(POLL_S)
+        return self._latest
 
     def latest(self) -> Any:
         """What the work has reported last; None if nothing. Errors are those of `result`: who looks again and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,14 +171,19 @@ class KvBudget:
         """Tell the scheduler what the replica is; it holds what this account says."""
         self.instance = instance.holding(self.kv_budget_tokens, self.max_batch)
 
-    def has_room_toward(self, target: str, tokens: int, share: float) -> bool:
-        """Whether requests that continue on the replica `target` may hold so many more tokens, if they have
-        at most this share of what prompts for other replicas may take together; one request always may."""
+    def full_toward(self, tokens: int, shares: Mapping[str, float]) -> Collection[str] | None:
+        """The replicas on which no further request of that many tokens may continue now; None for all.
+
+        Parameters
+        ----------
+        shares : of what prompts for other replicas may take together, the share of those for each replica,
+            where it is not all; one request always may
+        """
         limit = self.kv_budget_tokens if self.outgoing_tokens is None else self.outgoing_tokens
-        held = self._target_tokens.get(target, 0)
-        if held and held + tokens > share * limit:
-            return False
-        return not self._sent_tokens or self._sent_tokens + tokens <= limit
+        if self._sent_tokens and self._sent_tokens + tokens > limit:
+            return None
+        held = self._target_tokens.items()
+        return [target for target, own in held if own and own + tokens > shares.get(target, 1.0) * limit]
 
     def hold(self, request_id: Any, tokens: int, target: str = "") -> None:
         """Count the tokens of a request, which continues on the replica `target` if it is prefilled here."""

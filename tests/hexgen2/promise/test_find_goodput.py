@@ -49,6 +49,15 @@ def test_the_rate_is_found_from_any_start_nearby(limit, growth, start):
     assert goodput.low_req_s <= goodput.req_s <= goodput.high_req_s
 
 
+def test_one_run_in_time_may_be_enough():
+    runs = Scripted(5.0, 30.0)
+    assert found(runs, 4.0, one_in_time=True).req_s == 4.0 and runs.rates == [4.0]
+    runs = Scripted(5.0, 30.0)
+    goodput = found(runs, 5.5, one_in_time=True)
+    *over, last = runs.rates
+    assert last <= 5.0 < min(over) and goodput.req_s == pytest.approx(5.0, rel=0.025)
+
+
 @pytest.mark.parametrize("growth", [10, 30, 90])
 def test_the_interval_holds_the_truth_nearly_always(growth):
     """A start of its own gives each search rates, and so draws, of its own."""

@@ -153,6 +153,36 @@ def test_works_begin_ahead_and_may_be_skipped(cores):
     assert free_cores() == 2
 
 
+def test_works_that_take_too_long_elsewhere_are_left_to_themselves_and_done_here(cores):
+    """They look at the clock themselves, but those elsewhere know nothing of Ctrl-C."""
+    here, stopped = os.getpid(), []
+
+    def work():
+        while os.getpid() != here and not stopped:
+            time.sleep(0.01)
+        return os.getpid()
+
+    with Ahead([os.getpid, work], lambda: bool(stopped)) as works:
+        assert works.result(0) == here
+        stopped.append(True)  # The other process has its own list.
+        assert works.result(1) == here
+    assert free_cores() == 2
+
+
+def test_the_first_report_is_waited_for_but_not_the_result(cores):
+    def endless(report):
+        report("first")
+        time.sleep(LIMIT_S)
+
+    work = Background(endless)
+    assert work.first_report() == "first" and not work.done
+    work.cancel()
+    assert work.first_report() == "first"
+    silent = Background(lambda report: 7)
+    assert silent.first_report() is None and silent.result() == 7
+    assert free_cores() == 2
+
+
 @pytest.mark.parametrize("cluster", ("hexgen2-setting-5", "hexgen2-homogeneous"))
 def test_a_search_has_the_same_answer_on_one_core_and_on_several(cluster, monkeypatch):
     found = []
