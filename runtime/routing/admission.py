@@ -128,32 +128,38 @@ class Admission(AdmissionBase[Request]):
         """A test whether a route has KV cache for the request now; asks each replica only once."""
         prompt, whole, one_token = request.prompt_tokens, request.capacity_tokens, request.one_token
         replicas, shares = self._replicas, self._shares()
-        # Of replicas where the request may begin, those on which it may not continue; None: it may not begin.
-        begins: dict[str, Collection[str] | None] = {}
+        # Of replicas where the request may begin: by target, the tokens of others and the share that they may
+        # have of how many. None: it may not begin.
+        begins: dict[str, tuple[Mapping[str, int], Mapping[str, float], int] | None] = {}
         ends: dict[str, bool] = {}
+        of_all: dict[str, float] = {}
 
-        def fits(replica: str, at_most: int, prefill_only: bool) -> bool:
-            room = replicas[replica]
-            return at_most <= room.largest_request_tokens and room.has_room(prompt, prefill_only)
-
-        def begin(prefill: str) -> Collection[str] | None:
-            if not fits(prefill, whole if one_token else prompt, True):
-                return None
-            return () if one_token else replicas[prefill].full_toward(prompt, shares.get(prefill, {}))
+        def begin(prefill: str) -> None:
+            room, begins[prefill] = replicas[prefill], None
+            at_most = whole if one_token else prompt
+            if at_most > room.largest_request_tokens or not room.has_room(prompt, True):
+                return
+            if one_token:
+                begins[prefill] = {}, of_all, 0
+            elif (toward := room.toward(prompt)) is not None:
+                begins[prefill] = toward[0], shares.get(prefill, of_all), toward[1]
 
         def has_room(route: Route) -> bool:
             prefill, decode = route.prefill, route.decode
             if prefill != decode:
-                try:
-                    full = begins[prefill]
-                except KeyError:
-                    full = begins[prefill] = begin(prefill)
-                if full is None or one_token or decode in full:
-                    return full is not None and one_token
-            try:
-                return ends[decode]
-            except KeyError:
-                ended = ends[decode] = fits(decode, whole, False)
-                return ended
+                if prefill not in begins:
+                    begin(prefill)
+                begun = begins[prefill]
+                if begun is None or one_token:
+                    return begun is not None
+                held, share, limit = begun
+                own = held.get(decode)
+                if own and own + prompt > share.get(decode, 1.0) * limit:
+                    return False
+            ended = ends.get(decode)
+            if ended is None:
+                room = replicas[decode]
+                ended = ends[decode] = whole <= room.largest_request_tokens and room.has_room(prompt, False)
+            return ended
 
         return has_room

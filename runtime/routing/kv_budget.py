@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,19 +171,13 @@ class KvBudget:
         """Tell the scheduler what the replica is; it holds what this account says."""
         self.instance = instance.holding(self.kv_budget_tokens, self.max_batch)
 
-    def full_toward(self, tokens: int, shares: Mapping[str, float]) -> Collection[str] | None:
-        """The replicas on which no further request of that many tokens may continue now; None for all.
-
-        Parameters
-        ----------
-        shares : of what prompts for other replicas may take together, the share of those for each replica,
-            where it is not all; one request always may
-        """
+    def toward(self, tokens: int) -> tuple[Mapping[str, int], int] | None:
+        """The tokens of requests that continue on other replicas, by replica, and the most that all of them
+        may have together; None if no further request of that many tokens fits beside them. One always may."""
         limit = self.kv_budget_tokens if self.outgoing_tokens is None else self.outgoing_tokens
         if self._sent_tokens and self._sent_tokens + tokens > limit:
             return None
-        held = self._target_tokens.items()
-        return [target for target, own in held if own and own + tokens > shares.get(target, 1.0) * limit]
+        return self._target_tokens, limit
 
     def hold(self, request_id: Any, tokens: int, target: str = "") -> None:
         """Count the tokens of a request, which continues on the replica `target` if it is prefilled here."""

@@ -64,15 +64,12 @@ def test_prompts_for_others_do_not_grow_and_take_no_place_in_the_batch():
 
 def test_prompts_for_others_leave_room_for_those_that_decode():
     budget = KvBudget(kv_budget_tokens=1000, max_batch=8, outgoing_tokens=100)
-    shares = {"x": 0.5, "y": 0.1}
-    assert budget.full_toward(300, shares) == []  # one always may
+    assert budget.toward(300) == ({}, 100)  # one always may
     budget.hold("a", 40, target="x")
-    assert budget.full_toward(10, shares) == [] and budget.full_toward(11, shares) == ["x"]
     budget.hold("own", 500)
-    assert budget.full_toward(60, shares) == ["x"] and budget.full_toward(61, {}) is None
-    assert budget.full_toward(60, {}) == []
+    assert budget.toward(60) == ({"x": 40}, 100) and budget.toward(61) is None
     budget.release("a")
-    assert budget.full_toward(300, shares) == []
+    assert budget.toward(300) == ({"x": 0}, 100)
 
 
 def test_memory_that_comes_in_blocks_is_counted_in_blocks():
