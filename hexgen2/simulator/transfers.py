@@ -277,13 +277,14 @@ class Transfers:
         for path in affected:
             if path in known:
                 continue
-            crowd = _crowd(path) if path.crowded else [path]
+            if not path.crowded:
+                for demand in path.senders:
+                    rates[path, demand] = demand
+                continue
+            crowd = _crowd(path)
             known.update(crowd)
             counts = {(one, demand): len(own) for one in crowd for demand, own in one.senders.items()}
-            if path.crowded:
-                rates.update(self._rates_of(counts))
-            else:
-                rates.update((each, each[1]) for each in counts)
+            rates.update(self._rates_of(counts))
         return rates
 
     def _rates_of(self, counts: dict[Demand, int]) -> dict[Demand, float]:
@@ -371,23 +372,30 @@ def _rates(crowd: Mapping[Demand, int]) -> dict[Demand, float]:
             resource.rising += count
     rates: dict[Demand, float] = {}
     rising = dict.fromkeys(crowd)
-    while rising:
+    equal: dict[_Path, float] = {}
+    changed: Iterable[_Path] = uses
+    while True:
+        for path in changed:
+            shares = [resource.free / (resource.rising * seconds) for resource, seconds in uses[path]]
+            equal[path] = min(shares)
         # Those that need no more than equal shares first, then those with the largest part of their needs:
         # the shares of all others only grow by that.
-        equal: dict[_Path, float] = {}
-        for path, _ in rising:
-            if path not in equal:
-                shares = [resource.free / (resource.rising * seconds) for resource, seconds in uses[path]]
-                equal[path] = min(shares)
         settled = [each for each in rising if equal[each[0]] >= each[1]]
         settled = settled or [max(rising, key=lambda each: equal[each[0]] / each[1])]
+        touched: dict[_Resource, None] = {}
         for each in settled:
             path, demand = each
-            rate = rates[each] = min(demand, equal[path])
-            _take(uses[path], crowd[each] * rate)
+            count, rate = crowd[each], min(demand, equal[path])
+            rates[each] = rate
+            _take(uses[path], count * rate)
             for resource, _ in uses[path]:
-                resource.rising -= crowd[each]
+                resource.rising -= count
+                touched[resource] = None
             del rising[each]
+        if not rising:
+            break
+        left = {path for path, _ in rising}
+        changed = {path for resource in touched for path in resource.users if path in left}
     for each in reversed(rates):  # What is left goes to those with the smallest part.
         (path, demand), count = each, crowd[each]
         if rates[each] < demand:
@@ -401,7 +409,8 @@ def _rates(crowd: Mapping[Demand, int]) -> dict[Demand, float]:
 def _take(uses: list[tuple[_Resource, float]], rate: float) -> None:
     """Send that many tokens/s over these resources."""
     for resource, seconds in uses:
-        resource.free = max(0.0, resource.free - rate * seconds)
+        free = resource.free - rate * seconds
+        resource.free = free if free > 0 else 0.0
 
 
 def binding(costs: Mapping[Any, RouteCost]) -> dict[Any, RouteCost]:
