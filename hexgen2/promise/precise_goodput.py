@@ -119,7 +119,6 @@ def precise_goodput(
             if ceiling <= rate < most_req_s and rate <= highest * (1 + STEP):
                 length = LONGER  # A short run so close to that one would show little more.
             continue
-        length = 1
         precise = found.high_req_s - found.low_req_s <= 2 * PRECISE * found.req_s
         if len(known) > 2 and precise and found.req_s <= highest * (1 + NEARBY):
             break
