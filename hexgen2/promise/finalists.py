@@ -5,7 +5,8 @@ disturb each other. So the finalists challenge one another in the simulator: the
 first is simulated at the rates around its goodput, and each other one at a rate just above the best goodput
 so far. A challenger that keeps more than the share asked for in time at that rate takes over. Then the best
 one is tried with larger and smaller prefill steps, and with long prompts for its remote routes
-(length_split.py); and its goodput is found with more requests.
+(length_split.py); and its goodput is found with more requests. Runs that do not depend on each other go on at
+the same time where cores are free; what counts, and so the answer, is the same on one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.promise.goodput import Found, find_goodput
 from hexgen2.promise.length_split import split_by_length
-from hexgen2.promise.precise_goodput import HARDLY, precise_goodput
+from hexgen2.promise.precise_goodput import HARDLY, STEP, precise_goodput
 from hexgen2.promise.trial import OutOfTimeError, Trial, Trials, deviation
 from hexgen2.replica import Replica
 from hexgen2.search.background import Ahead, Background, Report, free_cores
@@ -37,8 +38,6 @@ benchmarks/search/length_split.py), and fewer routes take what comes."""
 BEFORE = 0.97
 """Longer runs begin at this multiple of what shorter ones found, in which queues have less time to grow,
 unless hardly any request was late in any of them."""
-NEARLY = 1.07
-"""A close look finds a goodput from a run at a rate that is so much less (see precise_goodput.STEP)."""
 ROUGH, ROUGH_RUNS = 2, 3
 """The runs around a goodput have so many times the requests of a challenger's first one; and there are so
 many at most."""
@@ -126,7 +125,7 @@ class _Tournament:
         self._most = goal.request_rate or float("inf")
         gpus = min(len(cluster.gpu_ids), effort.challenged_gpus)
         self._left = effort.challengers + effort.challengers_per_gpu * gpus
-        # Whether not even the rough runs of the first one can be afforded.
+        # Whether runs are so long that not even the rough ones of the first placement can be afforded.
         start_req_s = placements[0].throughput.req_s
         self._large = self._left < ROUGH_RUNS * ROUGH * self._first_count(placements[0], start_req_s)
         self._simulated = 0
@@ -179,31 +178,25 @@ class _Tournament:
     ) -> tuple[Placement, Found]:
         """The winner, looked at closely, or the last one that led before, if that finds less than short runs
         did of that one, and a close look finds more: the winner may have led by luck."""
-        before = [each for each in led[-2:] if each[0] is not best][-1:]
-        ahead = [Background(partial(self._reported_closely, *each)) for each in before if free_cores()]
+        rival = next((each for each in reversed(led[-2:]) if each[0] is not best), None)
+        begun = Background(partial(self._reported_closely, *rival)) if rival and free_cores() else None
         try:
             found = self._closely(best, goodput)
             self._seen_closely = found is not None
-            for one, roughly in before:
-                if found is None or found.req_s * AHEAD >= roughly.req_s or self._stop():
-                    continue
-                other = self._second_look(one, roughly, found.req_s, *ahead)
+            if rival and found and found.req_s * AHEAD < rival[1].req_s and not self._stop():
+                other = self._second_look(*rival, found.req_s, begun)
                 if other is not None and other.req_s > found.req_s:
-                    return one, other
+                    return rival[0], other
         finally:
-            for each in ahead:
-                each.cancel()
+            if begun is not None:
+                begun.cancel()
         return best, found or goodput
 
     def _second_look(
-        self,
-        placement: Placement,
-        roughly: Found,
-        to_beat: float,
-        begun: Background[Found | None] | None = None,
+        self, placement: Placement, roughly: Found, to_beat: float, begun: Background[Found | None] | None
     ) -> Found | None:
-        """A close look that ends early if the capacity shows that no more than `to_beat` can come of it. It
-        may have begun elsewhere."""
+        """A close look, which may have begun elsewhere; it ends early if the capacity shows that no more than
+        `to_beat` can come of it."""
         if begun is None:
             return self._closely(placement, roughly, lambda most: most > to_beat)
         most = begun.first_report(self._stop)
@@ -228,7 +221,7 @@ class _Tournament:
         self, challengers: Sequence[Placement], in_any_case: Sequence[bool] = (), ahead: float = AHEAD
     ) -> list[tuple[Placement, Found]]:
         """Let them challenge the leader one after the other; returns those that took over, with their
-        goodputs. While one runs, the next ones do, on cores that are free.
+        goodputs. While one runs, the next ones do, on cores that are free, as if it did not take over.
 
         Parameters
         ----------
@@ -236,22 +229,22 @@ class _Tournament:
         """
         led = list[tuple[Placement, Found]]()
         left = list(zip(challengers, in_any_case or [False] * len(challengers), strict=True))
-        while left:
-            rate = self._leader[1].req_s * ahead
-            left = [each for each in left if not (self._stop() if each[1] else self._over())]
+        while left and (rate := self._leader[1].req_s * ahead) <= self._most:
+            left, tried = [each for each in left if self._may_run(each[1])], 0
             with Ahead([partial(self._first_run, each, rate) for each, _ in left], self._stop) as first_runs:
-                for k, (each, always) in enumerate(left):
-                    if (self._stop() if always else self._over()) or rate > self._most:
-                        continue
-                    found = self._better(each, rate, partial(first_runs.result, k))
+                for tried, (each, always) in enumerate(left, 1):
+                    first_run = partial(first_runs.result, tried - 1)
+                    found = self._better(each, rate, first_run) if self._may_run(always) else None
                     if found is not None:
                         self._leader = each, found
                         led.append(self._leader)
-                        left = left[k + 1 :]
                         break
-                else:
-                    left = []
+            left = left[tried:]
         return led
+
+    def _may_run(self, in_any_case: bool) -> bool:
+        """Whether a challenger is to be tried now."""
+        return not (self._stop() if in_any_case else self._over())
 
     def _better(self, challenger: Placement, rate: float, first_run: Callable[[], Trial]) -> Found | None:
         """The goodput of a challenger, if it exceeds the leader's.
@@ -272,8 +265,8 @@ class _Tournament:
         self._left -= sum(len(run.in_time) for run in runs)
         if math.fsum(run.share for run in runs) / len(runs) < goal.attainment:
             return None
-        if self._large and challenger.throughput.req_s <= rate * NEARLY:
-            # Its run was a long one. By how much it is better, a close look will show.
+        if self._large and challenger.throughput.req_s <= rate * (1 + STEP):
+            # Its run was a long one. By how much it is better, a close look shows from so near.
             return Found(rate, rate, rate, tuple(runs))
         found = self._roughly(challenger, rate)
         return found if found.req_s > self._leader[1].req_s else None

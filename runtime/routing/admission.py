@@ -38,7 +38,7 @@ class Admission(AdmissionBase[Request]):
         self._routes_left = routes_left or partial(routes_without, router.planned)
         self._to_come: tuple[Route, ...] = ()
         self._shares_of: Router | None = None
-        self._known_shares: dict[str, dict[str, float]] = {}
+        self._known_shares: dict[tuple[str, str], float] = {}
 
     @property
     def context_tokens(self) -> int:
@@ -108,58 +108,48 @@ class Admission(AdmissionBase[Request]):
             and request.capacity_tokens <= decode.largest_request_tokens
         )
 
-    def _shares(self) -> Mapping[str, Mapping[str, float]]:
+    def _shares(self) -> Mapping[tuple[str, str], float]:
         """The share that each route to another replica may take of the KV cache that its prefill replica has
         for such routes, where that is not all: SPREAD times its share of their flow. So the requests that
-        wait for a slow link keep none of the others from being computed. By prefill and decode replica."""
+        wait for a slow link keep none of the others from being computed."""
         if self._shares_of is not self.router:
             flows: dict[str, float] = {}
             sending = [route for route in self.router.routes if not route.colocated]
             for route in sending:
                 flows[route.prefill] = flows.get(route.prefill, 0.0) + route.weight
-            self._shares_of, self._known_shares = self.router, {}
-            for route in sending:
-                if 0 < SPREAD * route.weight < flows[route.prefill]:
-                    shares = self._known_shares.setdefault(route.prefill, {})
-                    shares[route.decode] = SPREAD * route.weight / flows[route.prefill]
+            self._shares_of = self.router
+            self._known_shares = {
+                (route.prefill, route.decode): SPREAD * route.weight / flows[route.prefill]
+                for route in sending
+                if 0 < SPREAD * route.weight < flows[route.prefill]
+            }
         return self._known_shares
 
     def _has_room(self, request: Request) -> Callable[[Route], bool]:
         """A test whether a route has KV cache for the request now; asks each replica only once."""
         prompt, whole, one_token = request.prompt_tokens, request.capacity_tokens, request.one_token
         replicas, shares = self._replicas, self._shares()
-        # Of replicas where the request may begin: by target, the tokens of others and the share that they may
-        # have of how many. None: it may not begin.
-        begins: dict[str, tuple[Mapping[str, int], Mapping[str, float], int] | None] = {}
+        begins: dict[str, bool] = {}
         ends: dict[str, bool] = {}
-        of_all: dict[str, float] = {}
 
-        def begin(prefill: str) -> None:
-            room, begins[prefill] = replicas[prefill], None
-            at_most = whole if one_token else prompt
-            if at_most > room.largest_request_tokens or not room.has_room(prompt, True):
-                return
-            if one_token:
-                begins[prefill] = {}, of_all, 0
-            elif (toward := room.toward(prompt)) is not None:
-                begins[prefill] = toward[0], shares.get(prefill, of_all), toward[1]
+        def fits(replica: str, at_most: int, prefill_only: bool) -> bool:
+            room = replicas[replica]
+            return at_most <= room.largest_request_tokens and room.has_room(prompt, prefill_only)
 
         def has_room(route: Route) -> bool:
             prefill, decode = route.prefill, route.decode
             if prefill != decode:
-                if prefill not in begins:
-                    begin(prefill)
-                begun = begins[prefill]
-                if begun is None or one_token:
-                    return begun is not None
-                held, share, limit = begun
-                own = held.get(decode)
-                if own and own + prompt > share.get(decode, 1.0) * limit:
-                    return False
+                begun = begins.get(prefill)
+                if begun is None:
+                    begun = begins[prefill] = fits(prefill, whole if one_token else prompt, True)
+                if one_token or not begun:
+                    return begun
             ended = ends.get(decode)
             if ended is None:
-                room = replicas[decode]
-                ended = ends[decode] = whole <= room.largest_request_tokens and room.has_room(prompt, False)
-            return ended
+                ended = ends[decode] = fits(decode, whole, False)
+            if prefill == decode or not ended:
+                return ended
+            share = shares.get((prefill, decode), 1.0)
+            return replicas[prefill].has_room_toward(decode, prompt, share)
 
         return has_room

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,13 +170,14 @@ class KvBudget:
         """Tell the scheduler what the replica is; it holds what this account says."""
         self.instance = instance.holding(self.kv_budget_tokens, self.max_batch)
 
-    def toward(self, tokens: int) -> tuple[Mapping[str, int], int] | None:
-        """The tokens of requests that continue on other replicas, by replica, and the most that all of them
-        may have together; None if no further request of that many tokens fits beside them. One always may."""
+    def has_room_toward(self, target: str, tokens: int, share: float) -> bool:
+        """Whether requests that continue on the replica `target` may hold so many more tokens, if they have
+        at most this share of what prompts for other replicas may take together; one request always may."""
         limit = self.kv_budget_tokens if self.outgoing_tokens is None else self.outgoing_tokens
-        if self._sent_tokens and self._sent_tokens + tokens > limit:
-            return None
-        return self._target_tokens, limit
+        held = self._target_tokens.get(target, 0)
+        if held and held + tokens > share * limit:
+            return False
+        return not self._sent_tokens or self._sent_tokens + tokens <= limit
 
     def hold(self, request_id: Any, tokens: int, target: str = "") -> None:
         """Count the tokens of a request, which continues on the replica `target` if it is prefilled here."""

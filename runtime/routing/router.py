@@ -183,13 +183,13 @@ class Router:
             total = math.fsum([standing.weight for standing in earning])
         for standing in earning:
             standing.credit += standing.weight / total
-        margin, picked, first, any_due = self._margin, candidates[0], math.inf, False
+        margin, picked, first = self._margin, candidates[0], (True, math.inf)
         for standing in candidates:
             credit = standing.credit
             # Those that are due first; of these, by the time until they must be picked, up to a factor.
-            due, left = credit >= margin, (1 - margin - credit) / standing.weight
-            if due > any_due or (due == any_due and left < first):
-                picked, first, any_due = standing, left, due
+            order = credit < margin, (1 - margin - credit) / standing.weight
+            if order < first:
+                picked, first = standing, order
         picked.credit -= 1
         return picked.route
 

@@ -144,18 +144,20 @@ def test_once_the_capacity_says_that_it_is_not_worthwhile_no_rate_is_tried():
 
 
 def test_a_rate_at_which_none_is_late_is_shown_once_by_a_long_run():
-    """Right below the capacity, where a run half as long a little below it has shown the same."""
+    """Right below the capacity, where a shorter run a little below it has shown the same; and nothing else is
+    to be shown of mixed replicas."""
 
     class Patient(Fleet):
         def run(self, rate: float, count: int, draw: int) -> Trial:
             own = super().run(rate, count, draw)
             return Trial(rate, own.requests, own.in_time | True, own.ttft_s, own.tpot_s, own.e2el_s, True)
 
-    found = precise_goodput(
-        Patient(ALIKE, 20.0, 3), ALIKE, GOAL, 19.0, lambda _, length: 4000 * length, 4000, runs=5
-    )
-    assert [len(trial.in_time) for trial in found.trials] == [4000, 12_000]
-    assert found.req_s == found.trials[-1].rate == pytest.approx(0.98 * 20.0, rel=0.01)
+    for role in ("decode", "mixed"):
+        fleet = Patient(ALIKE, 20.0, 3)
+        fleet.placement = SimpleNamespace(places=16, replicas=[SimpleNamespace(role=role)])
+        found = precise_goodput(fleet, ALIKE, GOAL, 19.0, lambda _, length: 4000 * length, 4000, runs=5)
+        assert [len(trial.in_time) for trial in found.trials] == [4000, 12_000]
+        assert found.req_s == found.trials[-1].rate == pytest.approx(0.98 * 20.0, rel=0.01)
 
 
 def test_where_nothing_is_ever_in_time_nothing_is_promised():

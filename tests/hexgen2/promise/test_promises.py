@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,6 +103,28 @@ def test_finalists_challenge_one_another_in_the_simulator(promised):
     trials = Trials(ruined, cluster_of(promised), goal, 5)
     alone = find_goodput(trials, goal.attainment, ruined.throughput.req_s, lambda _: 400, runs=6)
     assert chosen.goodput.req_s > 1.2 * alone.req_s
+
+
+@pytest.mark.parametrize("challengers", [0, 1500, 4000])
+def test_finalists_that_run_at_the_same_time_have_the_same_result(promised, monkeypatch, challengers):
+    """Also where not even the first one's rough runs can be afforded, or no challengers at all."""
+
+    def with_chunks(tokens: int) -> hexgen2.Placement:
+        engines = [r.engine.model_copy(update={"chunk_tokens": tokens}) for r in promised.replicas]
+        both = zip(promised.replicas, engines, strict=True)
+        return promised.model_copy(update={"replicas": [r.model_copy(update={"engine": e}) for r, e in both]})
+
+    finalists = [with_chunks(256), promised, with_chunks(1024)]
+    goal = Goal(objective="goodput", **TARGETS)
+    effort = replace(QUICK, challengers=challengers, challengers_per_gpu=0)
+    found = []
+    for cores in (1, 2, 4):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        found.append(choose(finalists, cluster_of(promised), goal, 5, lambda: False, effort))
+    rates = [(one.goodput.req_s, one.goodput.low_req_s, one.simulated) for one in found]
+    assert rates[0] == rates[1] == rates[2] and rates[0][0] > 0
+    assert (found[0].simulated == 1) == (challengers < 4000)
+    assert found[0].placement == found[1].placement == found[2].placement
 
 
 def test_a_fleet_with_many_places_keeps_its_promise_once_it_is_full():

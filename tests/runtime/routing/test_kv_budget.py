@@ -64,12 +64,13 @@ def test_prompts_for_others_do_not_grow_and_take_no_place_in_the_batch():
 
 def test_prompts_for_others_leave_room_for_those_that_decode():
     budget = KvBudget(kv_budget_tokens=1000, max_batch=8, outgoing_tokens=100)
-    assert budget.toward(300) == ({}, 100)  # one always may
+    assert budget.has_room_toward("x", 300, share=0.5)  # one always may
     budget.hold("a", 40, target="x")
+    assert budget.has_room_toward("x", 10, share=0.5) and not budget.has_room_toward("x", 11, share=0.5)
     budget.hold("own", 500)
-    assert budget.toward(60) == ({"x": 40}, 100) and budget.toward(61) is None
+    assert budget.has_room_toward("y", 60, share=0.1) and not budget.has_room_toward("y", 61, share=1.0)
     budget.release("a")
-    assert budget.toward(300) == ({"x": 0}, 100)
+    assert budget.has_room_toward("y", 300, share=0.1)
 
 
 def test_memory_that_comes_in_blocks_is_counted_in_blocks():
