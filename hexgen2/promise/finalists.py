@@ -28,6 +28,7 @@ from hexgen2.promise.precise_goodput import HARDLY, STEP, precise_goodput
 from hexgen2.promise.trial import OutOfTimeError, Trial, Trials, deviation
 from hexgen2.replica import Replica
 from hexgen2.search.background import Ahead, Background, Report, free_cores
+from hexgen2.search.ties import greatest
 from hexgen2.simulator.run import TURNS
 
 AHEAD = 1.01
@@ -176,9 +177,13 @@ class _Tournament:
     def _not_by_luck(
         self, best: Placement, goodput: Found, led: Sequence[tuple[Placement, Found]]
     ) -> tuple[Placement, Found]:
-        """The winner, looked at closely, or the last one that led before, if that finds less than short runs
-        did of that one, and a close look finds more: the winner may have led by luck."""
-        rival = next((each for each in reversed(led[-2:]) if each[0] is not best), None)
+        """The winner, looked at closely, or one that led before, if that finds less than short runs did of
+        that one, and a close look finds more: the winner may have led by luck. It is the last one that led;
+        where each had a single run, which may have ended before the fleet was full, the formulas' first."""
+        before = [each for each in reversed(led) if each[0] is not best]
+        if self._large:
+            before = greatest(before, lambda each: each[0].throughput.req_s)
+        rival = before[0] if before else None
         begun = Background(partial(self._reported_closely, *rival)) if rival and free_cores() else None
         try:
             found = self._closely(best, goodput)
