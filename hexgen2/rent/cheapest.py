@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import partial
 
 from cost_model.errors import InfeasibleError
@@ -12,6 +13,7 @@ from hexgen2.rent.universe import attempt, fresh, look_at_the_clock
 from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.incumbent import Incumbent
 from hexgen2.search.partition.whole_nodes import first_look, whole_nodes
 from hexgen2.search.problem import Group, Solution
 from hexgen2.search.state import SearchState
@@ -22,6 +24,9 @@ FOR_THE_FIRST = 0.2
 within which they are left out of it."""
 FOR_THE_BOUND = 0.4
 """Share of the time left in which the least price is looked for."""
+UNTIL_ANY_WILL_DO = 0.35
+"""Share of the time limit after which a rental that carries the load is looked for at any price, if none is
+known."""
 CARRIED = 1 + 2e-6
 """Slack on the load, so that it is still carried after the flow has been balanced."""
 
@@ -39,17 +44,39 @@ def explore_cost(state: SearchState, seed: int) -> None:
     assert load is not None
     look_at_the_clock(state)
     first = _first_rental(state, load)
-    most = leave_cheapest(state, seed, load, spendable(problem))
-    if state.incumbent.best is None and state.stopping.cut is not None and first is not None:
+    tried = leave_cheapest(state, seed, load, spendable(problem), first is None)
+    if tried is None:
+        return
+    if first is not None and state.stopping.cut is not None:
         state.incumbent.offer(first)
-    elif state.incumbent.best is None and (most is None or most.req_s <= 0):
+        return
+    if tried.best is None or tried.best.req_s <= 0:
         refuse_budget(state, seed)
-    elif most is not None and state.stopping.cut is None:
-        price = Budget(problem, 0.0).price(most.solution)
-        raise InfeasibleError(
-            f"no rental found that carries {load:g} requests/s: the best carries {most.req_s:.4g} "
-            f"for {price:.2f} $/h; lower --request-rate, or raise --budget or offer more GPUs"
-        )
+    _refuse_load(state, load, tried)
+
+
+def _refuse_load(state: SearchState, load: float, tried: Incumbent) -> None:
+    """Reject a load that no rental carries; or that none was found to carry by a search that was not cut.
+
+    Raises
+    ------
+    InfeasibleError : says how much the best carries, and the bound
+    """
+    best, bound = tried.best, tried.bound
+    most = math.inf if bound is None else bound.req_s
+    proved, found = exceeds(load, most), best is not None and best.req_s > 0
+    if not proved and not (found and state.stopping.cut is None):
+        return
+    known = list[str]()
+    if best is not None and found:
+        price = Budget(state.evaluator.problem, 0.0).price(best.solution)
+        known.append(f"the best found carries {best.req_s:.4g} for {price:.2f} $/h")
+    if proved:
+        known.append(f"none carries more than {most:.4g}")
+    raise InfeasibleError(
+        f"no rental {'' if proved else 'found '}carries {load:g} requests/s: {', and '.join(known)}; "
+        "lower --request-rate, or raise --budget or offer more GPUs"
+    )
 
 
 def _first_rental(state: SearchState, req_s: float) -> Evaluation | None:
@@ -88,10 +115,17 @@ def _price_per_request(prices: Budget, evaluator: Evaluator, group: Group) -> fl
     return prices.price(Solution((group,))) / able if able > 0 else float("inf")
 
 
-def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: float) -> Evaluation | None:
+def leave_cheapest(
+    state: SearchState, seed: int, req_s: float, most_per_hour: float, unknown: bool = False
+) -> Incumbent | None:
     """Make the cheapest solution that carries req_s (0: any throughput) for at most most_per_hour US dollars
-    per hour the incumbent. If none is found, return the best solution for that budget instead."""
-    evaluator, incumbent = state.evaluator, state.incumbent
+    per hour the incumbent. If none is found, return what is known of that budget or the last one tried.
+
+    Parameters
+    ----------
+    unknown : whether no rental is known that carries req_s: then some time is left for one at any price
+    """
+    evaluator, incumbent, whole = state.evaluator, state.incumbent, state.stopping
     prices = Budget(evaluator.problem, most_per_hour)
     target = max(req_s * CARRIED, 1e-9)
     left_s = state.stopping.time_left_s
@@ -99,7 +133,7 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
         req_s, evaluator.params.certify_branches, None if left_s is None else left_s * FOR_THE_BOUND
     )
     if failed > most_per_hour:
-        return attempt(state, seed, most_per_hour, []).incumbent.best
+        return attempt(state, seed, most_per_hour, []).incumbent
     start = evaluator.evaluate(groups)
     if prices.affordable(groups) and not exceeds(target, start.req_s):
         state.offer(start, "start from the integer program")
@@ -108,11 +142,22 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
     starts = [groups]
     while incumbent.best is None:
         budget = min(budget, most_per_hour)
-        tried = attempt(state, seed, budget, starts, target)
+        in_time = unknown and budget < most_per_hour
+        if in_time:
+            state.stopping = whole.only_until(UNTIL_ANY_WILL_DO)
+        try:
+            tried = attempt(state, seed, budget, starts, target)
+        finally:
+            whole.after(state.stopping)
+            state.stopping = whole
         if tried.reached():
             _take(state, tried, target)
+        elif in_time and whole.spent(UNTIL_ANY_WILL_DO) and not whole.cut:
+            budget = most_per_hour
         elif budget >= most_per_hour or state.stopping.cut:
-            return tried.incumbent.best
+            if budget < most_per_hour:
+                tried.incumbent.bound = None  # It says nothing of what may be spent.
+            return tried.incumbent
         else:
             failed, budget = budget, budget * evaluator.params.budget_growth
             starts = [tried.incumbent.best.solution] if tried.incumbent.best else []

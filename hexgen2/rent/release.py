@@ -47,7 +47,12 @@ def _cheaper(
     price = Budget(evaluator.problem, 0.0).price(solution)
     below = Budget(evaluator.problem, price * (1 - 1e-6))
     steps = itertools.chain(releases(solution, everyone), trades(below, solution, everyone, everyone))
-    options = {rest.key: rest for _, rest in steps if below.affordable(rest)}
+    options = dict[tuple, Solution]()
+    for _, rest in steps:
+        if stop():
+            return None
+        if below.affordable(rest):
+            options[rest.key] = rest
     for rest in smallest_first(options.values(), below.price):
         if stop():
             break

@@ -22,6 +22,7 @@ from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem, counts_of
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
+from hexgen2.search.ties import greatest_first
 
 SLOWER = (1.0, 0.5)
 """By how many standard deviations costs are higher in a search for cautious placements; the second counts
@@ -280,15 +281,23 @@ def _for_slower_costs(
     return []
 
 
+def _fits_once(problem: Problem) -> bool:
+    """Whether the nodes with the most memory hold the model; each has a stage at least, and each stage a
+    layer."""
+    memory = problem.cluster.memory_bytes
+    roomiest = greatest_first(enumerate(problem.node_gpus), lambda each: float(memory[list(each[1])].sum()))
+    planner = Planner(replace(problem, goal=Goal()))
+    planner.span = min(len(roomiest), problem.model.layers)
+    most = {node: len(gpus) for node, gpus in roomiest[: planner.span] if gpus}
+    return planner.plan("decode", counts_of(most)) is not None
+
+
 def _why_infeasible(problem: Problem, state: SearchState) -> str:
-    everything = counts_of({node: len(gpus) for node, gpus in enumerate(problem.node_gpus)})
     model, cluster = problem.model, problem.cluster
     weights = model.total_bytes / 2**30
     memory = float(cluster.memory_bytes[problem.usable].sum()) / 2**30
-    planner = Planner(replace(problem, goal=Goal()))
-    planner.span = len(everything)
-    cut = state.stopping.cut
-    if memory < weights or (not cut and planner.plan("decode", everything) is None):
+    cut = state.stopping.out_of_time() or state.stopping.hurried
+    if memory < weights or not (cut or _fits_once(problem)):
         return (
             f"no feasible placement: {model.name} needs {weights:.3g} GiB for weights and more for its KV "
             f"cache, and all {len(problem.usable)} GPUs of {cluster.name} have {memory:.3g} GiB; "

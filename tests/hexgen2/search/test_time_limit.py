@@ -115,6 +115,26 @@ def test_too_short_a_limit_is_the_reason_that_is_given(goal: Goal, monkeypatch: 
         search(problem, SearchOptions(time_limit_s=1e-3))
 
 
+def test_a_load_that_no_rental_carries_is_the_reason_that_is_given(calls: SimpleNamespace) -> None:
+    """No time is left for a search once that is proved. All boxes together are no replica: 80 layers are not
+    enough for them."""
+    cluster = ClusterSpec.model_validate(drawn("boxes", 96, 3))
+    goal = Goal(objective="cost", request_rate=1000.0)
+    problem = make_problem(cluster, "llama-2-70b", "HPLD", phases="colocated", goal=goal)
+    began = calls.made
+    with pytest.raises(InfeasibleError, match="carries 1000 requests/s.* none carries more than"):
+        search(problem, SearchOptions(time_limit_s=1.0))
+    assert (calls.made - began) / CALLS_PER_S <= 1.1
+
+
+def test_a_load_near_the_most_is_carried_in_time(calls: SimpleNamespace) -> None:
+    """Small budgets are not tried for so long that nothing is found."""
+    cluster = ClusterSpec.model_validate(drawn("boxes", 40, 3))
+    goal = Goal(objective="cost", request_rate=4.4)
+    problem = make_problem(cluster, "llama-2-70b", "HPLD", phases="colocated", goal=goal)
+    assert within_a_second(calls, problem, late_s=0.1).throughput.req_s >= 4.4
+
+
 def test_within_a_time_limit_the_tightest_targets_of_latency_come_first(calls: SimpleNamespace) -> None:
     cluster = ClusterSpec.model_validate(drawn("racks", 24, 2))
     goal = Goal(objective="latency", request_rate=1.0)
