@@ -122,7 +122,7 @@ def test_a_load_that_no_rental_carries_is_the_reason_that_is_given(calls: Simple
     goal = Goal(objective="cost", request_rate=1000.0)
     problem = make_problem(cluster, "llama-2-70b", "HPLD", phases="colocated", goal=goal)
     began = calls.made
-    with pytest.raises(InfeasibleError, match="carries 1000 requests/s.* none carries more than"):
+    with pytest.raises(InfeasibleError, match=r"carries 1000 requests/s.* none carries more than"):
         search(problem, SearchOptions(time_limit_s=1.0))
     assert (calls.made - began) / CALLS_PER_S <= 1.1
 
