@@ -32,7 +32,9 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
     def explore(state: SearchState) -> None:
         rng = np.random.default_rng(options.seed)
-        starts = [solution for _ in range(POPULATION // 2) for solution in _random_partition(rng, problem)]
+        starts = list[Solution]()
+        while len(starts) < POPULATION and not (starts and state.stopping.out_of_time()):
+            starts += _random_partition(rng, problem)
         evolve(state, rng, starts)
         require_found(state, f"too few groups of any partition that {NAME} came across")
 
