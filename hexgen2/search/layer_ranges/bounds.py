@@ -37,6 +37,9 @@ MOST_ROUNDS = 200
 MOST_STEPS = 200_000
 """Rounds of new covers, and branches of one search for the cheapest; beyond these F counts as possible."""
 
+STEPS_AT_A_TIME = 20
+"""So many branches are taken from one look at the clock to the next."""
+
 Item = tuple[int, int]
 """A kind of node, and the layers that it holds."""
 Cover = tuple[Item, ...]
@@ -88,10 +91,10 @@ def upper_bound(instance: Instance, least: float = 0.0, stop: Callable[[], bool]
     Parameters
     ----------
     least : tokens/s that some placement passes; no bound is searched below
-    stop : asked between programs; then the bound so far is returned
+    stop : asked again and again; once it is time, the bound so far is returned
     """
     work = work_bound(instance)
-    covering = _Covering(instance)
+    covering = _Covering(instance, stop)
 
     def possible(flow: float) -> bool:
         return stop() or covering.most_layers(flow) >= instance.layers * (1 - PRECISION)
@@ -105,7 +108,8 @@ def upper_bound(instance: Instance, least: float = 0.0, stop: Callable[[], bool]
 class _Covering:
     """The covering program; covers found for one F serve for the next."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, stop: Callable[[], bool]) -> None:
+        self._stop = stop
         self._counts = np.array(instance.kind_counts, dtype=float)
         self._kinds = [k for k, count in enumerate(instance.kind_counts) if count]
         self._items: list[tuple[int, int, float]] = [
@@ -152,7 +156,7 @@ class _Covering:
 
     def _cheapest(self, flow: float, prices: np.ndarray) -> tuple[float, Cover] | None:
         """The cheapest items that reach `flow` together, each as often as wanted, and their cost: branch and
-        bound by cost per token. None if that takes too many branches; no items if none reach it."""
+        bound by cost per token. None if that takes too many branches; no items where none reach it."""
         items = sorted(
             (float(prices[k]) / j / min(tok_s, flow), k, j, min(tok_s, flow)) for k, j, tok_s in self._items
         )
@@ -166,7 +170,7 @@ class _Covering:
         while open_:
             cost, missing, start, taken = open_.pop()
             steps += 1
-            if steps > MOST_STEPS:
+            if steps > MOST_STEPS or (steps % STEPS_AT_A_TIME == 0 and self._stop()):
                 return None
             if cost + items[start][0] * missing >= best * (1 - 1e-12):
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from hexgen2.search.layer_ranges.bounds import Bound, upper_bound
 from hexgen2.search.layer_ranges.heuristics import one_chain, petals, separate_pipelines, swarm
@@ -14,6 +15,8 @@ from hexgen2.search.layer_ranges.milp import solve_milp
 from hexgen2.search.layer_ranges.stages import best_stages
 from hexgen2.search.stopping import Stopping
 
+BOUNDED = 0.4
+"""Share of the time limit after which no tighter bound is looked for: what is left is for better ranges."""
 CLOSE = 1e-8
 """Relative gap to the bound at which the search ends."""
 ROUNDS, STEPS, STEPS_PER_NODE = 8, 150_000, 6000
@@ -87,8 +90,8 @@ class RangeSearch:
         """The max flow of the best; without partial inference if that passes as much."""
         assert self.ranges is not None
         simple = FlowValue(self.instance.entered_at_first_layers).flow(self.ranges)
-        partial = self.value.flow(self.ranges)
-        return simple if simple.tok_s >= partial.tok_s * (1 - 1e-12) else partial
+        in_part = self.value.flow(self.ranges)
+        return simple if simple.tok_s >= in_part.tok_s * (1 - 1e-12) else in_part
 
 
 def search_ranges(
@@ -123,7 +126,7 @@ def _search(search: RangeSearch, seed: int, certify: bool, kept_up: FlowValue | 
 
     start("one chain", one_chain(instance))
     start("swarm", swarm(instance))
-    search.bound = upper_bound(instance, search.tok_s, stop)
+    search.bound = upper_bound(instance, search.tok_s, partial(search.stopping.spent, BOUNDED))
     if search.done and kept_up is None:
         return
     start("separate pipelines", separate_pipelines(instance))

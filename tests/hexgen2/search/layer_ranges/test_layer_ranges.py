@@ -70,6 +70,16 @@ def test_bounds_hold_for_every_placement(seed, partial, wide):
     assert best <= started * slack
 
 
+@settings(max_examples=25, deadline=None)
+@given(SEEDS, st.integers(1, 600))
+def test_a_bound_that_is_cut_holds_and_ends_at_once(seed, most):
+    """However far a program is: it looks at the clock in the midst of a search for one cover."""
+    asked, looks = instance(seed, 12, 24, partial=True), itertools.count(1)
+    cut, work = upper_bound(asked, stop=lambda: next(looks) >= most).tok_s, work_bound(asked)
+    assert upper_bound(asked).tok_s * (1 - 1e-8) <= cut <= work
+    assert next(looks) <= most + 60  # a bisection's
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.3, 1.0 / 3, 2.7182818, 1e-3])
 def test_a_bound_that_is_reached_exactly_is_not_missed_by_rounding(factor):
     """A chain whose nodes all pass the same: work and L F are equal for every smaller F."""
