@@ -118,10 +118,10 @@ def compare_under_errors(
     try:
         if not stopping.out_of_time():
             kept, nominal = valuation.best(stopping)
-        for perturbation in errors.draws(cluster, seed, valuation.perturbations):
-            if stopping.out_of_time():
-                break
-            rows.append(valuation.under(perturbation))
+            for perturbation in errors.draws(cluster, seed, valuation.perturbations):
+                if stopping.out_of_time():
+                    break
+                rows.append(valuation.under(perturbation))
     except KeyboardInterrupt:
         stopping.interrupt()
     values = np.array(rows, dtype=float).reshape(-1, len(kept))

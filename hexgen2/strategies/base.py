@@ -76,6 +76,8 @@ FOR_LATENCIES = 0.2
 """The same where the latencies at a rate are what is promised."""
 OUTPUT_S, OUTPUT_S_PER_GPU, MOST_FOR_OUTPUT = 0.05, 0.0012, 0.3
 """Seconds kept for building, checking and printing a placement, at most this share of the time limit."""
+RENTAL_S, RENTAL_S_PER_GPU, GPUS_RENTED = 0.3, 0.004, 128
+"""The same for planning what is rented once more, as a cluster of its own, of at most about so many GPUs."""
 
 Strategy = Callable[[Problem, SearchOptions], Placement]
 Build = Callable[[Problem, Evaluation, str, SearchRecord, UpperBound | None], Placement]
@@ -198,6 +200,8 @@ def before_output_s(problem: Problem, options: SearchOptions) -> float | None:
     if options.time_limit_s is None:
         return None
     output_s = OUTPUT_S + OUTPUT_S_PER_GPU * len(problem.usable)
+    if problem.goal.rents:
+        output_s += RENTAL_S + RENTAL_S_PER_GPU * min(len(problem.usable), GPUS_RENTED)
     return options.time_limit_s - min(output_s, MOST_FOR_OUTPUT * options.time_limit_s)
 
 

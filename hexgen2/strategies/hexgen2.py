@@ -53,6 +53,8 @@ PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search also looks for the best solutions of these, beside the rest."""
 OPEN_GAP = 0.02
 """With a larger gap to the bound, the rest of a time limit goes to the integer program and more search."""
+CERTIFIED_FROM = 0.9
+"""Not once this share of it has passed: such a program takes longer."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
 LISTED, PARTS_LISTED = 0.25, 0.72
@@ -167,7 +169,7 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
         else:
             explore(state, options.seed, options.certify, options.simulated)
             rest = options.time_limit_s is not None and not state.incumbent.within(OPEN_GAP)
-            if rest and not options.certify and _open(state):
+            if rest and not options.certify and _open(state) and not state.stopping.spent(CERTIFIED_FROM):
                 _certify(state, options.seed)
 
     return run_search(NAME, problem, options, explore_all, rents=True, objectives=OBJECTIVES)
@@ -480,5 +482,7 @@ def _solve_whole(
     relaxed.enough = known_req_s
     bound = relaxed.upper_bound()
     report(bound)
+    if stopping.out_of_time():
+        return Certificate(bound, Solution(()), bound)
     solution, limit = relaxed.whole(branches=branches, time_s=stopping.time_left_s, known=known_req_s)
     return Certificate(bound, solution, limit)

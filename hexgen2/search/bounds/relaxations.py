@@ -210,10 +210,12 @@ class Relaxations:
         """The solution of the integer program, laid out on nodes (none if it is no better than one of `known`
         requests/s), and the bound that the program proves within so many branches or seconds. First the
         groups are planned that a better solution may have."""
+        end_s = None if time_s is None else time.monotonic() + time_s
         relaxed = self._solved(self._lp, budget)
         hopeful = np.flatnonzero(self._lp.most_groups(self.columns, relaxed, known)).tolist()
         self._plan([k for k in hopeful if not self.columns[k].planned][:MOST_PLANNED])
-        found = self._lp.solve_whole(self.columns, budget, branches, time_s, known)
+        left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+        found = self._lp.solve_whole(self.columns, budget, branches, left_s, known)
         free = self._kv_free_lp.solve(self.columns, budget).upper_bound
         assumptions = ("KV caches can be routed at will", *self._assumptions())
         bound = UpperBound(found.upper_bound, "integer program", assumptions, free)
