@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Protocol
@@ -141,13 +141,19 @@ def with_robust_promise(
     cluster: Cluster,
     seed: int,
     stopping: StopsEarly,
+    stop_promise: Callable[[], bool],
     effort: RobustEffort = DEFAULT_EFFORT,
     cautious: Sequence[Placement] = (),
 ) -> Placement:
     """Of the finalists (best first by formulas), the one that fares best under cost errors, with the promise
-    that goes with it (see with_promise) and how all of them fare; `cautious` are those found for slower
-    costs."""
-    best = with_promise(placements, cluster, seed, stopping.out_of_time)
+    that goes with it (see with_promise) and how all of them fare.
+
+    Parameters
+    ----------
+    stop_promise : whether to end the simulations that choose the best without errors
+    cautious : found for slower costs
+    """
+    best = with_promise(placements, cluster, seed, stop_promise)
     others = [each for each in placements if _layout(each) != _layout(best)]
     known = [_layout(each) for each in (best, *others)]
     unlike = [each for each in cautious if _layout(each) not in known]

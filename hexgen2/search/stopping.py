@@ -81,6 +81,11 @@ class Stopping:
         limit_s = self.time_limit_s
         return Stopping(None if limit_s is None else limit_s * (1 - kept), _started_s=self._started_s)
 
+    def of_what_is_left(self, share: float) -> Stopping:
+        """For a part that begins now, by a clock of its own, and may take this share of the time left."""
+        left_s = self.time_left_s
+        return Stopping(None if left_s is None else share * left_s)
+
     def only_until(self, share: float) -> Stopping:
         """All the same, but until this share of the time limit."""
         limit_s = self.time_limit_s

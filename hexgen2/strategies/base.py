@@ -74,6 +74,9 @@ FOR_THE_PROMISE = 0.4
 """Share of the time limit that is kept for simulations where a promise within targets rests on them."""
 FOR_LATENCIES = 0.2
 """The same where the latencies at a rate are what is promised."""
+FOR_ROBUSTNESS, HALF = 0.6, 0.5
+"""Share of the time limit that is kept for what `robust` takes. The search for slower costs takes half of
+that, the promise half of the rest."""
 OUTPUT_S, OUTPUT_S_PER_GPU, MOST_FOR_OUTPUT = 0.05, 0.0012, 0.3
 """Seconds kept for building, checking and printing a placement, at most this share of the time limit."""
 RENTAL_S, RENTAL_S_PER_GPU, GPUS_RENTED = 0.3, 0.004, 128
@@ -165,7 +168,11 @@ def run_search(
 
         slower = _for_slower_costs(state, options, explore, evaluator)
         cautious = [build(problem, each, name, record, incumbent.bound) for each in slower]
-        found = with_robust_promise(finalists, cluster, options.seed, stopping, cautious=cautious)
+        part = stopping.of_what_is_left(HALF)
+        found = with_robust_promise(
+            finalists, cluster, options.seed, stopping, part.out_of_time, cautious=cautious
+        )
+        stopping.after(part)
     elif options.simulated:
         try:
             found = promised(finalists, cluster, options.seed, stopping)
@@ -188,6 +195,8 @@ def promised(finalists: Sequence[Placement], cluster: Cluster, seed: int, stoppi
 
 def _for_the_promise(problem: Problem, options: SearchOptions) -> float:
     """The share of the time limit that is kept for the promise."""
+    if options.robust:
+        return FOR_ROBUSTNESS
     if not options.simulated:
         return 0.0
     if problem.targets.given:
@@ -270,14 +279,15 @@ def _for_slower_costs(
             break
         costs = errors.slower(problem.cluster, deviations)
         slower = replace(problem, costs=costs.costs(problem.costs), cluster=costs.cluster(problem.cluster))
-        tried = SearchState(evaluator(slower, options.params), stopping.again(), keeps_finalists=True)
+        part = stopping.of_what_is_left(HALF)
+        tried = SearchState(evaluator(slower, options.params), part, keeps_finalists=True)
         try:
             explore(tried)
         except KeyboardInterrupt:
             stopping.interrupt()
         except InfeasibleError:
             continue
-        stopping.cut = stopping.cut or tried.stopping.cut
+        stopping.after(tried.stopping)
         found = (under_costs_of(state.evaluator, each) for each in tried.finalists.best())
         kept = [each for each in found if each is not None and each.req_s > 0]
         if kept:

@@ -96,6 +96,17 @@ def test_every_goal_has_an_answer(calls: SimpleNamespace, goal: Goal) -> None:
         assert placement.price_per_hour <= goal.budget_per_hour
 
 
+def test_robust_searches_compare_finalists_in_time(calls: SimpleNamespace) -> None:
+    cluster = ClusterSpec.model_validate(drawn("racks", 24, 3))
+    problem = make_problem(cluster, "llama-2-13b", "HPLD", phases="flexible")
+    found = search(problem, SearchOptions(time_limit_s=2.0, robust=True))
+    took_s = calls.made / CALLS_PER_S
+    sys.setprofile(None)
+    verify(found)
+    assert found.robustness is not None and found.robustness.perturbations > 0
+    assert len(found.robustness.finalists) > 1 and took_s <= 2.3
+
+
 def test_a_large_cluster_is_rented_in_time(calls: SimpleNamespace) -> None:
     """Whole nodes go by halves, and nobody works for others."""
     cluster = ClusterSpec.model_validate(drawn("zoo", 160, 3))
