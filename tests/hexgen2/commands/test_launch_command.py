@@ -62,8 +62,8 @@ FRONT = FrontOptions(
 @pytest.fixture(scope="module")
 def placement(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("launch") / "placement.json")
-    asked = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "LPLD", "-o", path]
-    done = hexgen2("search", *asked)
+    asked = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "LPLD"]
+    done = hexgen2("search", *asked, "--phases", "disaggregated", "-o", path)
     assert done.returncode == 0, done.stderr
     return path
 

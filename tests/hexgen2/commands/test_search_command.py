@@ -57,7 +57,7 @@ def test_search_writes_shows_and_repeats(tmp_path, cluster_file):
 
 def test_json_is_the_only_thing_on_stdout():
     asked = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "HPLD"]
-    result = hexgen2("search", *asked, "--json")
+    result = hexgen2("search", *asked, "--phases", "disaggregated", "--json")
     placement = json.loads(result.stdout)
     assert placement["version"] == 1 and placement["strategy"] == "hexgen2"
     assert placement["cluster"]["assumptions"]
