@@ -24,7 +24,7 @@ from hexgen2.promise.finalists import Effort, residents
 from hexgen2.promise.keep import with_promise
 from hexgen2.promise.planned import planned_req_s
 from hexgen2.promise.quick_goodput import quick_goodput
-from hexgen2.promise.trial import Trials
+from hexgen2.promise.trial import OutOfTimeError, Trials
 from hexgen2.replica import Replica, Stage
 from hexgen2.robustness import FinalistRobustness, Measure, Robustness
 from hexgen2.search.ties import TOLERANCE, greatest, greatest_first
@@ -113,7 +113,9 @@ def compare_under_errors(
     """
     first = placements[0]
     errors = errors or CostErrors.of(first.costs(), cluster)
-    valuation = _VALUATIONS[first.goal.objective](placements, cautious, cluster, seed, effort)
+    valuation = _VALUATIONS[first.goal.objective](
+        placements, cautious, cluster, seed, effort, stopping.out_of_time
+    )
     kept, nominal, rows = list(placements[:1]), [0.0], []
     try:
         if not stopping.out_of_time():
@@ -122,6 +124,8 @@ def compare_under_errors(
                 if stopping.out_of_time():
                     break
                 rows.append(valuation.under(perturbation))
+    except OutOfTimeError:
+        pass
     except KeyboardInterrupt:
         stopping.interrupt()
     values = np.array(rows, dtype=float).reshape(-1, len(kept))
@@ -229,7 +233,8 @@ _ROLES = ("prefill", "decode", "colocated", "mixed")
 
 
 class _Valuation(ABC):
-    """What a placement is worth under some costs: more is better."""
+    """What a placement is worth under some costs: more is better. Simulations raise OutOfTimeError once it is
+    time to stop."""
 
     measure: Measure
     assumptions: tuple[str, ...] = ()
@@ -242,7 +247,9 @@ class _Valuation(ABC):
         cluster: Cluster,
         seed: int,
         effort: RobustEffort,
+        stop: Callable[[], bool],
     ) -> None:
+        self._stop = stop
         self._placements, self._cluster = [*placements, *cautious], cluster
         self._plain = len(placements)
         self._seed, self._effort = seed, effort
@@ -340,7 +347,7 @@ class _Goodput(_Valuation):
             return 0.0
         goal = placement.goal
         return quick_goodput(
-            Trials(placement, cluster, goal, 2 * self._seed, costs),
+            Trials(placement, cluster, goal, 2 * self._seed, costs, stop=self._stop),
             goal.attainment,
             start,
             self._count,
@@ -376,7 +383,7 @@ class _Latency(_Valuation):
         count = int(min(self._effort.most, max(self._effort.requests, wanted)))
         values = []
         for placement in self._placements:
-            trials = Trials(placement, cluster, placement.goal, self._seed, costs)
+            trials = Trials(placement, cluster, placement.goal, self._seed, costs, stop=self._stop)
             trial = trials.run(rate, count, 0)
             values.append(1 / trial.mean_e2el_s if trial.kept_up and trial.whole else 0.0)
         return values

@@ -96,15 +96,20 @@ def test_every_goal_has_an_answer(calls: SimpleNamespace, goal: Goal) -> None:
         assert placement.price_per_hour <= goal.budget_per_hour
 
 
-def test_robust_searches_compare_finalists_in_time(calls: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    "goal", [Goal(), Goal(objective="latency", request_rate=20.0)], ids=["throughput", "latency"]
+)
+def test_robust_searches_compare_finalists_in_time(calls: SimpleNamespace, goal: Goal) -> None:
+    """Of latency, by simulations, which take longer than there is time here."""
     cluster = ClusterSpec.model_validate(drawn("racks", 24, 3))
-    problem = make_problem(cluster, "llama-2-13b", "HPLD", phases="flexible")
+    problem = make_problem(cluster, "llama-2-13b", "HPLD", phases="flexible", goal=goal)
     found = search(problem, SearchOptions(time_limit_s=2.0, robust=True))
     took_s = calls.made / CALLS_PER_S
     sys.setprofile(None)
     verify(found)
-    assert found.robustness is not None and found.robustness.perturbations > 0
-    assert len(found.robustness.finalists) > 1 and took_s <= 2.3
+    assert found.robustness is not None and took_s <= 2.3
+    if goal.objective == "throughput":
+        assert found.robustness.perturbations > 0 and len(found.robustness.finalists) > 1
 
 
 def test_a_large_cluster_is_rented_in_time(calls: SimpleNamespace) -> None:
