@@ -74,9 +74,9 @@ FOR_THE_PROMISE = 0.4
 """Share of the time limit that is kept for simulations where a promise within targets rests on them."""
 FOR_LATENCIES = 0.2
 """The same where the latencies at a rate are what is promised."""
-FOR_ROBUSTNESS, HALF = 0.6, 0.5
-"""Share of the time limit that is kept for what `robust` takes. The search for slower costs takes half of
-that, the promise half of the rest."""
+FOR_ROBUSTNESS, OF_THE_REST = 0.6, 0.5
+"""Share of the time limit that is kept for what `robust` takes; and the share of what is left then that the
+search for slower costs takes, and after it the promise. The rest is for comparing under perturbed costs."""
 OUTPUT_S, OUTPUT_S_PER_GPU, MOST_FOR_OUTPUT = 0.05, 0.0012, 0.3
 """Seconds kept for building, checking and printing a placement, at most this share of the time limit."""
 RENTAL_S, RENTAL_S_PER_GPU, GPUS_RENTED = 0.3, 0.004, 128
@@ -168,7 +168,7 @@ def run_search(
 
         slower = _for_slower_costs(state, options, explore, evaluator)
         cautious = [build(problem, each, name, record, incumbent.bound) for each in slower]
-        part = stopping.of_what_is_left(HALF)
+        part = stopping.of_what_is_left(OF_THE_REST)
         found = with_robust_promise(
             finalists, cluster, options.seed, stopping, part.out_of_time, cautious=cautious
         )
@@ -279,7 +279,7 @@ def _for_slower_costs(
             break
         costs = errors.slower(problem.cluster, deviations)
         slower = replace(problem, costs=costs.costs(problem.costs), cluster=costs.cluster(problem.cluster))
-        part = stopping.of_what_is_left(HALF)
+        part = stopping.of_what_is_left(OF_THE_REST)
         tried = SearchState(evaluator(slower, options.params), part, keeps_finalists=True)
         try:
             explore(tried)
