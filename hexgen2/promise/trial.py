@@ -15,6 +15,7 @@ from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
+from hexgen2.simulator.event_loop import PROGRESS
 from hexgen2.simulator.fleet import Fleet
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
@@ -33,11 +34,16 @@ GROWN = 0.01
 became more by at most this share of those that arrived."""
 CHANCE = 3.0
 """The number of requests that wait varies by so many times its root (standard deviations)."""
-FILLED = 0.3
-"""Of the requests of a run beyond the capacity, the steady state begins once this share of them has ended."""
-ENOUGH_TURNS = 2.0
-"""A run beyond the capacity has shown something once all that the fleet decodes at a time has ended so often
-in its steady state."""
+FIRST_TURN, AGREEMENT = 3, 0.01
+"""A run beyond the capacity shows the steady state once the rates of the last two turns agree this closely, but
+in no turn before this one."""
+ENOUGH_TURNS = 2.5
+"""A run beyond the capacity that has to stop has shown something once all that the fleet decodes at a time has
+ended so often."""
+REPORTS = 0.4
+"""Reports of a run beyond the capacity, for each request that the fleet decodes at a time: some ten in a turn."""
+MOST_OFTEN = 16
+"""Events from one such report to the next, at least."""
 FULL_FROM = 0.45
 """Of the requests of a run far beyond the capacity, the fleet is full once this share has arrived."""
 LOOKS = 8
@@ -133,28 +139,24 @@ class Trials:
 
     def served_req_s(self, rate: float, count: int, draw: int, turns: int = TURNS) -> float:
         """Requests/s that the fleet serves of `count` that arrive at a rate beyond its capacity, once it is
-        full and as long as prompts wait; 0 where it cannot serve them all. A run that has to stop before says
-        what it has shown, or 0 if all that the fleet decodes at a time has not ended ENOUGH_TURNS times.
+        full and its rate is steady; 0 where it cannot serve them all. A run that has to stop before says what
+        it has shown, or 0 if all that the fleet decodes at a time has not ended ENOUGH_TURNS times.
 
         Parameters
         ----------
-        turns : all that the fleet decodes at a time ends so many times in the run; in the last of these turns
-            no prompts wait
+        turns : all that the fleet decodes at a time ends so many times in the run at most; in the last of
+            these turns no prompts wait
         """
         records = self._records(rate, count, draw)
-        first, last = int(count * FILLED), int(count * (1 - 1 / turns))
-
-        def until_few_are_left(simulation: Simulation) -> None:
-            if simulation.ended > last or self._stop():
-                raise _OverError
-
-        self._simulate(records, until_few_are_left)
-        end_s = np.sort(records.end_s[~np.isnan(records.end_s)])
-        if len(end_s) > first + ENOUGH_TURNS * count / turns and self._stop():
-            last = min(last, len(end_s) - 1)
-        if len(end_s) <= last:  # Some requests can never be served, or it was time to stop.
+        watch = _SteadyRate(count / turns, turns - 1, self._stop)
+        every = int(max(MOST_OFTEN, min(PROGRESS, REPORTS * count / turns)))
+        simulation = self._simulation(records)
+        with suppress(_OverError):
+            simulation.run(watch, every)
+        self.requests += len(records.requests)
+        if len(records.failed) * turns > simulation.ended:
             return 0.0
-        return (last - first) / float(end_s[last] - end_s[first])
+        return watch.req_s
 
     def full_req_s(self, rate: float, count: int, draw: int) -> float:
         """Requests/s that the fleet ends while requests arrive at a rate far beyond its capacity, from when
@@ -185,11 +187,14 @@ class Trials:
     def _records(self, rate: float, count: int, draw: int) -> Records:
         return Records(online(self._lengths, rate, count, (SEEDS, self._seed, draw)))
 
+    def _simulation(self, records: Records) -> Simulation:
+        return Simulation(self.placement, self._cluster, records, Options(), fleet=self._fleet)
+
     def _simulate(self, records: Records, watch: Callable[[Simulation], None]) -> None:
         """Run until every request has ended or the watch ends the run. It looks LOOKS times as rarely as the
         simulation reports, but at once when it is time to stop."""
         reports = itertools.count(1)
-        simulation = Simulation(self.placement, self._cluster, records, Options(), fleet=self._fleet)
+        simulation = self._simulation(records)
 
         def report(now: Simulation) -> None:
             if next(reports) % LOOKS == 0 or self._stop():
@@ -206,6 +211,51 @@ class OutOfTimeError(Exception):
 
 class _OverError(Exception):
     """The run has shown what it is to show."""
+
+
+class _SteadyRate:
+    """Ends a run beyond the capacity once it shows how many requests/s the fleet serves in its steady state.
+
+    What ends comes in waves: equal requests that begin together end together. What is decoded does not, so a
+    request counts from its first token on, with the share of its tokens that it has.
+
+    Parameters
+    ----------
+    turn : requests that the fleet decodes at a time
+    last : turns after which the run ends in any case
+
+    Attributes
+    ----------
+    req_s : requests/s; 0 as long as the run has not shown any
+    """
+
+    def __init__(self, turn: float, last: int, stop: Callable[[], bool]) -> None:
+        self._turn, self._last, self._stop = turn, last, stop
+        self._next, self.req_s = min(FIRST_TURN, last), 0.0
+        # Turns that have ended, seconds, and requests served by then.
+        self._shown: list[tuple[float, float, float]] = []
+
+    def __call__(self, simulation: Simulation) -> None:
+        turns = simulation.ended / self._turn
+        self._shown.append((turns, simulation.now, simulation.served))
+        if self._stop():
+            if turns >= ENOUGH_TURNS:
+                self.req_s = self._rate(turns / 2, turns)
+            raise _OverError
+        if turns < self._next:
+            return
+        before, now = self._rate(turns - 2, turns - 1), self._rate(turns - 1, turns)
+        if turns >= self._last or 0 < now and abs(before - now) <= AGREEMENT * now:
+            self.req_s = self._rate(turns / 2, turns)
+            raise _OverError
+        self._next = int(turns) + 1
+
+    def _rate(self, first: float, last: float) -> float:
+        """Requests/s from one turn to another, by least squares."""
+        shown = [(at_s, served) for turns, at_s, served in self._shown if first <= turns <= last]
+        mean_s = math.fsum(at_s for at_s, _ in shown) / max(1, len(shown))
+        spread = math.fsum((at_s - mean_s) * (at_s - mean_s) for at_s, _ in shown)
+        return math.fsum((at_s - mean_s) * served for at_s, served in shown) / spread if spread else 0.0
 
 
 class _Watch:

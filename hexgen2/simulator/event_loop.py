@@ -15,7 +15,7 @@ from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
 
 PROGRESS = 512
-"""Events from one report of progress to the next."""
+"""Events from one report of progress to the next, unless told otherwise."""
 
 
 class EventLoop(ABC):
@@ -41,8 +41,8 @@ class EventLoop(ABC):
         self._events: list[tuple[float, int, Callable, Any]] = []
         self._order, self._done = count(), 0
 
-    def run(self, progress: Callable[[Any], None] | None = None) -> None:
-        """Run until every request has ended."""
+    def run(self, progress: Callable[[Any], None] | None = None, every: int = PROGRESS) -> None:
+        """Run until every request has ended. `progress` is called once for `every` so many events."""
         events, handled = self._events, 0
         arrive = self._submit if self._clients is None else self._clients.arrive
         for index, arrival_s in enumerate(chain(self._arrival_s, (math.inf,))):
@@ -51,7 +51,7 @@ class EventLoop(ABC):
                 call(self.now, argument)
                 self._after_event()
                 handled += 1
-                if handled % PROGRESS == 0 and progress:
+                if handled % every == 0 and progress:
                     progress(self)
             if arrival_s < math.inf:
                 self.now = arrival_s

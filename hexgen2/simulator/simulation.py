@@ -141,6 +141,23 @@ class Simulation(EventLoop):
     def _left(self) -> list[int]:
         return [request.index for request in (*self._held_back, *self._admission.waiting)]
 
+    @property
+    def served(self) -> float:
+        """Requests served by now: those that have ended, and of those that decode the share of their tokens
+        that they have."""
+        isl, osl, shares = self._isl, self._osl, 0.0
+        for name, replica in self._running.items():
+            if replica.role == "prefill":
+                continue
+            budget = self.kv_budgets[name]
+            tokens = dict(budget.held)
+            if isinstance(budget, LiveKvBudget):
+                tokens.update(budget.grown_of())
+            for request, held in tokens.items():
+                if held > isl[request]:
+                    shares += (held - isl[request]) / osl[request]
+        return self._done + shares
+
     # -- replicas
 
     def _router(self, routes: Sequence[Route]) -> Router:
