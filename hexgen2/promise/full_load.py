@@ -21,8 +21,8 @@ REACHED = 0.95
 """A fleet that serves this share of all arrivals may be faster still."""
 TOLERATED = 0.02
 """Formulas that are off by less are not corrected."""
-TURNS, TURNS_OF_MIXTURES = 8, 10
-"""Requests of a run for each that is decoded at a time; more where lengths differ, and with them runs."""
+TURNS = 8
+"""Requests of a run for each that is decoded at a time, at most."""
 FEWEST, MOST = 400, 16_000
 """Requests of a run at least; fleets that would need more than that are not simulated."""
 _RUNS = 3
@@ -42,16 +42,15 @@ def simulated_factor(
     """The requests/s of the placement in the simulator's steady state over those planned, as far as runs go
     until it is time to stop; None where they have shown nothing yet. 1 where the fleet holds more requests
     than are worth simulating."""
-    turns = TURNS_OF_MIXTURES if len(placement.workload.classes) > 1 else TURNS
-    if turns * placement.places > MOST:
+    if TURNS * placement.places > MOST:
         return 1.0
-    count = max(FEWEST, turns * placement.places)
+    count = max(FEWEST, TURNS * placement.places)
     planned = placement.throughput.req_s
     trials = Trials(placement, cluster, placement.goal, seed, stop=stop)
     rate, served = planned, 0.0
     for draw in range(_RUNS):
         rate *= BEYOND
-        found = trials.served_req_s(rate, count, draw, turns)
+        found = trials.served_req_s(rate, count, draw, TURNS)
         served = found or served
         if served < REACHED * rate or stop():
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,13 +36,16 @@ became more by at most this share of those that arrived."""
 CHANCE = 3.0
 """The number of requests that wait varies by so many times its root (standard deviations)."""
 FIRST_TURN, AGREEMENT = 3, 0.01
-"""A run beyond the capacity shows the steady state once the rates of the last two turns agree this closely, but
-in no turn before this one."""
+"""Where requests are alike, a run beyond the capacity has shown the steady state once the rates of its last two
+turns agree this closely, but not before this turn."""
+STEADY_FROM = 0.4
+"""Of the turns of a run beyond the capacity, so many are left out of its rate: waves begin in step."""
 ENOUGH_TURNS = 2.5
-"""A run beyond the capacity that has to stop has shown something once all that the fleet decodes at a time has
-ended so often."""
-REPORTS = 0.4
-"""Reports of a run beyond the capacity, for each request that the fleet decodes at a time: some ten in a turn."""
+"""A run beyond the capacity that has to stop has shown something once all that the fleet decodes at a time
+has ended so often."""
+REPORTED = 0.4
+"""Events from one report of a run beyond the capacity to the next, for each request that the fleet decodes at
+a time: some ten reports in a turn."""
 MOST_OFTEN = 16
 """Events from one such report to the next, at least."""
 FULL_FROM = 0.45
@@ -144,12 +148,13 @@ class Trials:
 
         Parameters
         ----------
-        turns : all that the fleet decodes at a time ends so many times in the run at most; in the last of
-            these turns no prompts wait
+        turns : all that the fleet decodes at a time ends so many times in the run if it went on to its end;
+            it ends two turns before at the latest, since prompts have to wait until then
         """
         records = self._records(rate, count, draw)
-        watch = _SteadyRate(count / turns, turns - 1, self._stop)
-        every = int(max(MOST_OFTEN, min(PROGRESS, REPORTS * count / turns)))
+        alike = len(self.placement.workload.classes) == 1
+        watch = _SteadyRate(records.requests, count / turns, turns - 2, alike, self._stop)
+        every = int(max(MOST_OFTEN, min(PROGRESS, REPORTED * count / turns)))
         simulation = self._simulation(records)
         with suppress(_OverError):
             simulation.run(watch, every)
@@ -217,36 +222,43 @@ class _SteadyRate:
     """Ends a run beyond the capacity once it shows how many requests/s the fleet serves in its steady state.
 
     What ends comes in waves: equal requests that begin together end together. What is decoded does not, so a
-    request counts from its first token on, with the share of its tokens that it has.
+    request counts from its first token on, with the share of its tokens that it has. And it counts as many
+    times as its prompt and its answer are longer than the mean of all: longer ones may come before others.
 
     Parameters
     ----------
+    requests : of the run
     turn : requests that the fleet decodes at a time
     last : turns after which the run ends in any case
+    alike : whether requests have equal lengths, so that it may end before
 
     Attributes
     ----------
     req_s : requests/s; 0 as long as the run has not shown any
     """
 
-    def __init__(self, turn: float, last: int, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self, requests: Requests, turn: float, last: int, alike: bool, stop: Callable[[], bool]
+    ) -> None:
+        self._mean = [int(lengths.sum()) / len(lengths) for lengths in (requests.isl, requests.osl)]
         self._turn, self._last, self._stop = turn, last, stop
-        self._next, self.req_s = min(FIRST_TURN, last), 0.0
+        self._next, self.req_s = min(FIRST_TURN, last) if alike else last, 0.0
         # Turns that have ended, seconds, and requests served by then.
         self._shown: list[tuple[float, float, float]] = []
 
     def __call__(self, simulation: Simulation) -> None:
         turns = simulation.ended / self._turn
-        self._shown.append((turns, simulation.now, simulation.served))
+        prompts, answers = map(operator.truediv, simulation.served_tokens(), self._mean)
+        self._shown.append((turns, simulation.now, (prompts + answers) / 2))
         if self._stop():
             if turns >= ENOUGH_TURNS:
-                self.req_s = self._rate(turns / 2, turns)
+                self.req_s = self._rate(STEADY_FROM * turns, turns)
             raise _OverError
         if turns < self._next:
             return
         before, now = self._rate(turns - 2, turns - 1), self._rate(turns - 1, turns)
-        if turns >= self._last or 0 < now and abs(before - now) <= AGREEMENT * now:
-            self.req_s = self._rate(turns / 2, turns)
+        if turns >= self._last or (now > 0 and abs(before - now) <= AGREEMENT * now):
+            self.req_s = self._rate(STEADY_FROM * turns, turns)
             raise _OverError
         self._next = int(turns) + 1
 

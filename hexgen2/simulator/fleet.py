@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from cost_model.base import CostModel
 from cost_model.pipeline import PipelineSemantics, under_way
@@ -137,18 +139,34 @@ class Fleet:
 class LiveKvBudget(KvBudget):
     """A KV budget that is not told of every generated token but asks: `grown` returns the number of tokens
     not yet counted, and `grown_at_most` an upper bound that is faster to compute; `grown_of` returns the
-    requests that have such tokens, and all tokens of each."""
+    requests that have such tokens, and all tokens of each. Until something is released, requests only become
+    longer, so what has found no room finds none."""
 
     grown: Callable[[], int] = int
     grown_at_most: Callable[[], int] = int
     grown_of: Callable[[], Iterable[tuple[int, int]]] = tuple
+    _no_room_for: float = math.inf
+    _no_room_to_prefill: float = math.inf
 
     def has_room(self, tokens: int, prefill_only: bool, uncounted: int = 0) -> bool:
+        if tokens >= (self._no_room_to_prefill if prefill_only else self._no_room_for):
+            return False
         most = uncounted + self.grown_at_most()
         if KvBudget.has_room(self, tokens, prefill_only, most):
             return True
         exactly = uncounted + self.grown()
-        return exactly < most and KvBudget.has_room(self, tokens, prefill_only, exactly)
+        if exactly < most and KvBudget.has_room(self, tokens, prefill_only, exactly):
+            return True
+        if uncounted == 0:
+            if prefill_only:
+                self._no_room_to_prefill = tokens
+            else:
+                self._no_room_for = tokens
+        return False
+
+    def release(self, request_id: Any) -> None:
+        self._no_room_for = self._no_room_to_prefill = math.inf
+        KvBudget.release(self, request_id)
 
     def _windows_have_room(self, tokens: int, prefill_only: bool) -> bool:
         growth = None if prefill_only else self.growth_tokens

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from cluster_specs.loader import resolve
 from cost_model.base import CostModel
 from cost_model.errors import InputError
@@ -113,6 +115,8 @@ class Simulation(EventLoop):
         self._routes: dict[tuple[str, str], RouteCost] = {}
         self._changeover: Changeover | None = None
         self._held_back: list[_Request] = []
+        # Whether the first request in the queue has found no room, and nothing has become free since.
+        self._stuck = False
         fleet = fleet or Fleet(placement, cluster, options, costs)
         self._kv_window = fleet.costs.kv_window
         for replica in placement.replicas:
@@ -141,22 +145,20 @@ class Simulation(EventLoop):
     def _left(self) -> list[int]:
         return [request.index for request in (*self._held_back, *self._admission.waiting)]
 
-    @property
-    def served(self) -> float:
-        """Requests served by now: those that have ended, and of those that decode the share of their tokens
-        that they have."""
-        isl, osl, shares = self._isl, self._osl, 0.0
-        for name, replica in self._running.items():
-            if replica.role == "prefill":
-                continue
-            budget = self.kv_budgets[name]
+    def served_tokens(self) -> tuple[float, float]:
+        """Prompt and output tokens of the requests that have been served by now. One that decodes counts with
+        the share that it has of its output tokens."""
+        isl, osl, requests = self._isl, self._osl, self.records.requests
+        ended = ~np.isnan(self.records.end_s)
+        prompt, output = float(requests.isl[ended].sum()), int(requests.osl[ended].sum())
+        for budget in self.kv_budgets.values():
             tokens = dict(budget.held)
             if isinstance(budget, LiveKvBudget):
                 tokens.update(budget.grown_of())
             for request, held in tokens.items():
-                if held > isl[request]:
-                    shares += (held - isl[request]) / osl[request]
-        return self._done + shares
+                if (made := held - isl[request]) > 0:
+                    prompt, output = prompt + isl[request] * made / osl[request], output + made
+        return prompt, output
 
     # -- replicas
 
@@ -234,11 +236,13 @@ class Simulation(EventLoop):
         except (Overloaded, TooLong, Unavailable) as refused:
             self._fail(request.index, str(refused))
             return
-        self._start_waiting()
+        if not self._stuck:
+            self._start_waiting()
 
     def _start_waiting(self) -> None:
         while (found := self._admission.next()) is not None:
             self._start(*found)
+        self._stuck = len(self._admission) > 0
 
     def _start(self, request: _Request, route: Route) -> None:
         request.prefill, request.decode, request.phase = route.prefill, route.decode, "prefill"
@@ -389,6 +393,7 @@ class Simulation(EventLoop):
         if moved:
             self.records.moved.append((self.now, moved))
             admission.reroute()
+            self._stuck = False
 
     def _needs(self, request: _Request, replica: str) -> bool:
         """Whether an active request still depends on a replica."""
@@ -439,6 +444,7 @@ class Simulation(EventLoop):
     def _take_routes(self, changeover: Changeover) -> None:
         routes = routes_without(changeover.routes(), self._admission.states.lost)
         self._admission.router = self._admission.router.with_routes(routes)
+        self._stuck = False
 
     def _drain(self, now: float, _: None) -> None:
         """Start loading the new replicas whose GPUs are free by now."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 import hexgen2
 from hexgen2.checks import violations
 from hexgen2.cluster import Cluster
 from hexgen2.promise.full_load import TOLERATED, simulated_factor
+from hexgen2.simulator.records import Records
 from hexgen2.simulator.run import FEWEST, MOST, TURNS, steady_requests
+from hexgen2.simulator.simulation import Simulation
+from hexgen2.workload.arrivals import LengthSource, online
 
 CASES = (
     ("hexgen2-case-study", "llama-2-13b", "online", "hexgen2"),
@@ -58,9 +62,30 @@ def test_a_run_that_has_to_stop_says_what_it_has_shown(placement):
     whole = simulated_factor(placement, cluster, 0)
     assert whole is not None
     shown = {}
-    for looks in (2, 200, 400):
+    for looks in (2, 1000, 2000):
         left = itertools.count(looks, -1)
         shown[looks] = simulated_factor(placement, cluster, 0, lambda left=left: next(left) < 0)
     assert shown[2] is None
     told = [factor for factor in shown.values() if factor is not None]
-    assert all(factor == pytest.approx(whole, rel=0.1) for factor in told)
+    assert told and all(factor == pytest.approx(whole, rel=0.1) for factor in told)
+
+
+def test_served_tokens_are_those_of_the_requests_that_ended_and_a_share_of_those_that_run(placement):
+    cluster = Cluster.from_spec(placement.cluster)
+    requests = online(LengthSource(placement.workload), 1.2 * placement.throughput.req_s, 600, (7,))
+    records = Records(requests)
+    seen = list[tuple[float, float]]()
+
+    def look(simulation: Simulation) -> None:
+        prompts, answers = simulation.served_tokens()
+        ended, begun = ~np.isnan(records.end_s), ~np.isnan(records.first_s)
+        for served, lengths in ((prompts, requests.isl), (answers, requests.osl)):
+            assert lengths[ended].sum() <= served <= lengths[begun].sum()
+        assert answers > requests.osl[ended].sum() or not simulation.ended < np.count_nonzero(begun)
+        seen.append((prompts, answers))
+
+    simulation = Simulation(placement, cluster, records)
+    simulation.run(look, 100)
+    look(simulation)
+    assert seen == sorted(seen) and len(seen) > 10
+    assert seen[-1] == (requests.isl.sum(), requests.osl.sum())
