@@ -36,8 +36,8 @@ became more by at most this share of those that arrived."""
 CHANCE = 3.0
 """The number of requests that wait varies by so many times its root (standard deviations)."""
 FIRST_TURN, AGREEMENT = 3, 0.01
-"""Where requests are alike, a run beyond the capacity has shown the steady state once the rates of its last two
-turns agree this closely, but not before this turn."""
+"""Where requests are alike, a run beyond the capacity has shown the steady state once the rates of its last
+two turns agree this closely, but not before this turn."""
 STEADY_FROM = 0.4
 """Of the turns of a run beyond the capacity, so many are left out of its rate: waves begin in step."""
 ENOUGH_TURNS = 2.5
