@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -83,6 +83,8 @@ PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "c
 MANY_UNLIKE, UNLIKE = 8, 2.0
 """With more classes of nodes, a search among colocated replicas gets so many times the effort: most groups of
 a candidate have to be planned then."""
+PROMISING = 0.95
+"""A search among pure phases takes its time if it finds this share of the best."""
 NEAR = 0.7
 """A mixture is not looked for near the best of pure phases that serves less than this share of the best: it
 would take longest there, and end behind."""
@@ -226,7 +228,8 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     if not by_parts and (certified or (limited and free_cores())) and partitions_matter(state):
         others[PARTITIONS] = Background(partial(search_partitions, state))
     if flexible:
-        others |= {phases: Background(partial(_search_pure, state, phases, seed)) for phases in PURE}
+        known = state.best_req_s
+        others |= {phases: Background(partial(_search_pure, state, phases, seed, known)) for phases in PURE}
     try:
         state.bounded_by(evaluator.relaxed.upper_bound())
         state.spend(params.effort * _patience(state), params.close_gap if large else 0.0)
@@ -362,8 +365,11 @@ def _patience(state: SearchState) -> float:
     return 1.0 if state.stopping.time_limit_s is None else PATIENCE
 
 
-def _search_pure(state: SearchState, phases: Phases, seed: int, report: Report) -> PureFound:
-    """The best found among solutions with these phases only. Every improvement is reported."""
+def _search_pure(
+    state: SearchState, phases: Phases, seed: int, known_req_s: float, report: Report
+) -> PureFound:
+    """The best found among solutions with these phases only. Every improvement is reported. Where it is far
+    less than what is known otherwise, it is only looked for near two starts."""
     params, patience = state.evaluator.params, _patience(state)
     if phases == "disaggregated" and len(state.evaluator.problem.usable) < 2:
         return PureFound(None, state.stopping.again())
@@ -373,8 +379,10 @@ def _search_pure(state: SearchState, phases: Phases, seed: int, report: Report) 
     if phases == "colocated" and len(state.evaluator.planner.classes.nodes) > MANY_UNLIKE:
         stale *= UNLIKE
     pure.spend(params.effort * patience, stale_effort=stale * patience)
-    climb_from_starts(pure)
-    settle(pure, seed)
+    climb_from_linear(pure)
+    climb_from_other_starts(pure, pure.best_req_s < PROMISING * known_req_s)
+    if pure.best_req_s >= PROMISING * known_req_s:
+        settle(pure, seed)
     return PureFound(pure.incumbent.best, pure.stopping)
 
 
@@ -402,24 +410,32 @@ def _take_partitions(state: SearchState, search: Background[PartitionsFound]) ->
 
 
 def climb_from_starts(state: SearchState) -> None:
-    """Refine the linear program's start and the paper's, each on its own."""
+    """Refine the linear program's start and others, each on its own."""
     climb_from_linear(state)
+    climb_from_other_starts(state)
+
+
+def climb_from_other_starts(state: SearchState, only_best: bool = False) -> None:
+    """Refine the paper's starts, or only the best of them; among colocated replicas, that with whole nodes."""
     evaluator = state.evaluator
     if evaluator.problem.phases == "colocated" or len(evaluator.problem.usable) < 2:
         first = whole_nodes(evaluator, stop=state.stopping.out_of_time)
         refine(state, first, "start with whole nodes")
         return
-    climb_from_partitions(state)
+    climb_from_partitions(state, only_best)
 
 
-def climb_from_partitions(state: SearchState) -> None:
-    """Refine the paper's starts."""
-    sizes = start_sizes(state.evaluator.problem)
-    for groups, partitioner in zip(sizes, itertools.cycle(PARTITIONERS), strict=False):
-        if state.finished():
-            return
-        start = initial_solution(state.evaluator, groups, partitioner)
-        refine(state, start, f"start with {groups} groups")
+def climb_from_partitions(state: SearchState, only_best: bool = False) -> None:
+    """Refine the paper's starts, or only the best of them."""
+    evaluator, sizes = state.evaluator, start_sizes(state.evaluator.problem)
+    starts: Iterator[tuple[int, Solution]] = (
+        (groups, initial_solution(evaluator, groups, partitioner))
+        for groups, partitioner in zip(sizes, itertools.cycle(PARTITIONERS), strict=False)
+    )
+    if only_best:
+        starts = iter(greatest_first(starts, lambda start: evaluator.evaluate(start[1]).score)[:1])
+    while not state.finished() and (start := next(starts, None)) is not None:
+        refine(state, start[1], f"start with {start[0]} groups")
 
 
 def climb_from_linear(state: SearchState) -> None:
