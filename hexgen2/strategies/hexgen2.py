@@ -416,7 +416,7 @@ def climb_from_starts(state: SearchState) -> None:
 
 
 def climb_from_other_starts(state: SearchState, only_best: bool = False) -> None:
-    """Refine the paper's starts, or only the best of them; among colocated replicas, that with whole nodes."""
+    """Refine the paper's starts, or only the best; among colocated replicas, that with whole nodes."""
     evaluator = state.evaluator
     if evaluator.problem.phases == "colocated" or len(evaluator.problem.usable) < 2:
         first = whole_nodes(evaluator, stop=state.stopping.out_of_time)
