@@ -35,10 +35,10 @@ GROWN = 0.01
 became more by at most this share of those that arrived."""
 CHANCE = 3.0
 """The number of requests that wait varies by so many times its root (standard deviations)."""
-FIRST_TURN, AGREEMENT = 3, 0.01
+FIRST_TURN, AGREEMENT = 4, 0.005
 """Where requests are alike, a run beyond the capacity has shown the steady state once the rates of its last
 two turns agree this closely, but not before this turn."""
-STEADY_FROM = 0.4
+STEADY_FROM = 0.5
 """Of the turns of a run beyond the capacity, so many are left out of its rate: waves begin in step."""
 ENOUGH_TURNS = 2.5
 """A run beyond the capacity that has to stop has shown something once all that the fleet decodes at a time
