@@ -17,9 +17,9 @@ GRACE_S = 0.3
 
 
 class _CtrlC:
-    """Whether Ctrl-C was pressed since `ctrl_c_ends_searches` began."""
+    """Whether Ctrl-C was pressed since `ctrl_c_ends_searches` began, and whether that is only noted."""
 
-    pressed = False
+    pressed = noted = False
 
 
 @contextlib.contextmanager
@@ -43,9 +43,21 @@ def ctrl_c_ends_searches() -> Iterator[None]:
         _CtrlC.pressed = False
 
 
+@contextlib.contextmanager
+def ctrl_c_is_noted() -> Iterator[None]:
+    """Within this, the first Ctrl-C raises nothing, so that nothing is lost: what looks at a Stopping ends as
+    if time were over. A second one raises KeyboardInterrupt."""
+    _CtrlC.noted = True
+    try:
+        yield
+    finally:
+        _CtrlC.noted = False
+
+
 def _on_ctrl_c(number: int, frame: FrameType | None) -> None:
-    _CtrlC.pressed = True
-    raise KeyboardInterrupt
+    first, _CtrlC.pressed = not _CtrlC.pressed, True
+    if not (first and _CtrlC.noted):
+        raise KeyboardInterrupt
 
 
 @dataclass

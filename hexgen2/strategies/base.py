@@ -21,7 +21,7 @@ from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem, counts_of
 from hexgen2.search.state import SearchState
-from hexgen2.search.stopping import Stopping
+from hexgen2.search.stopping import Stopping, ctrl_c_is_noted
 from hexgen2.search.ties import greatest_first
 
 SLOWER = (1.0, 0.5)
@@ -185,12 +185,13 @@ def run_search(
 
 def promised(finalists: Sequence[Placement], cluster: Cluster, seed: int, stopping: Stopping) -> Placement:
     """The best of the finalists by simulation, with its promise (see with_promise); the first without one, if
-    no time is left."""
+    no time is left. Ctrl-C leaves what simulations have shown by then."""
     if stopping.out_of_time():
         return finalists[0]
     from hexgen2.promise.keep import with_promise  # Slow to import: the simulator comes with it.
 
-    return with_promise(finalists, cluster, seed, stopping.out_of_time)
+    with ctrl_c_is_noted():
+        return with_promise(finalists, cluster, seed, stopping.out_of_time)
 
 
 def _for_the_promise(problem: Problem, options: SearchOptions) -> float:

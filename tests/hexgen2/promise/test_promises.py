@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hexgen2.promise.finalists import Effort, _Tournament, choose
 from hexgen2.promise.goodput import Found, find_goodput
 from hexgen2.promise.keep import scaled, with_promise
 from hexgen2.promise.trial import LOOKS, Trials
+from hexgen2.search.stopping import ctrl_c_ends_searches
 
 QUICK = Effort(first=200, final=1000, final_runs=3, challengers=4000)
 TARGETS = {"ttft_ms": 800.0, "tpot_ms": 50.0}
@@ -168,7 +170,29 @@ def test_without_time_for_a_single_run_the_formulas_choice_stands(promised):
     assert once is not None and once.placement is promised and once.goodput.req_s > 0
 
 
-def test_ctrl_c_while_finalists_are_simulated_keeps_the_formulas_choice(monkeypatch):
+def test_ctrl_c_while_finalists_are_simulated_keeps_what_they_have_shown(monkeypatch):
+    run, runs = Trials.run, itertools.count()
+
+    def press_in_fourth(*arguments):
+        if next(runs) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(*arguments)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(Trials, "run", press_in_fourth)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    options = {"cluster": "hexgen2-case-study", "model": "llama-2-13b", "workload": "HPLD"}
+    try:
+        with ctrl_c_ends_searches():
+            placement = hexgen2.search(**options, objective="goodput", **TARGETS)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert placement.search.cut == "interrupted" and next(runs) == 4
+    assert placement.goodput is not None and placement.goodput.goodput_req_s > 0
+    assert not violations(placement)
+
+
+def test_a_keyboard_interrupt_while_finalists_are_simulated_keeps_the_formulas_choice(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
