@@ -58,6 +58,7 @@ SMALL = {
     "serving.workload_aware": "--requests 80 --seeds 1 --seed 1 --clusters 1",
     "simulator.against_fleet": "--seconds 3",
     "simulator.helix_simulated": "tests/support/helix_case.json --requests 40 --placements helix --online",
+    "simulator.full_load": "--count 1 --seed 1",
     "simulator.hetis_simulated": "--models llama-2-13b --loads humaneval --seeds 1 --seed 2 --requests 150",
     "simulator.strategy_table": "--clusters hexgen2-case-study --time-limit 2 --seconds 5",
     "simulator.load_shift": "--cells hexgen2-setting-4:online --seeds 1 --seed 2 --requests 1000 --few",
