@@ -248,7 +248,8 @@ class _Tournament:
         return led
 
     def _may_run(self, in_any_case: bool) -> bool:
-        """Whether a challenger is to be tried now."""
+        """Whether a challenger is to be tried now: in any case as long as none has kept the targets."""
+        in_any_case = in_any_case or self._leader[1].req_s <= 0
         return not (self._stop() if in_any_case else self._over())
 
     def _better(self, challenger: Placement, rate: float, first_run: Callable[[], Trial]) -> Found | None:
@@ -260,7 +261,7 @@ class _Tournament:
         first_run : of the challenger at that rate
         """
         if rate <= 0:
-            found = self._roughly(challenger, challenger.throughput.req_s)
+            found = self._first_roughly(challenger, challenger.throughput.req_s)
             return found if found.req_s > 0 else None
         self._simulated += 1
         runs, goal = [first_run()], self._goal
@@ -280,7 +281,7 @@ class _Tournament:
         return self._trials(challenger).run(rate, self._first_count(challenger, rate), 0)
 
     def _first_roughly(self, placement: Placement, start: float) -> Found:
-        """The goodput of the first placement, for others to exceed: where none can be afforded, a single run
+        """The goodput of a placement that has none to exceed, for others to exceed: where none can be afforded, a single run
         that is in time shows where to look closely."""
         if self._large:
             self._left = 0

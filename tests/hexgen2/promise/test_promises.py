@@ -170,6 +170,17 @@ def test_without_time_for_a_single_run_the_formulas_choice_stands(promised):
     assert once is not None and once.placement is promised and once.goodput.req_s > 0
 
 
+def test_others_are_tried_whatever_it_takes_as_long_as_none_has_kept_the_targets():
+    options = {"cluster": "hexgen2-case-study", "model": "llama-2-13b", "workload": "HPLD"}
+    late = hexgen2.search(**options, phases="colocated")
+    good = hexgen2.search(**options, phases="colocated", objective="goodput", ttft_ms=2000, tpot_ms=20)
+    late, costly = late.model_copy(update={"goal": good.goal}), Effort(challengers=1, challengers_per_gpu=0)
+    tournament = _Tournament([late, good], cluster_of(good), good.goal, 0, lambda: False, costly)
+    assert tournament._large
+    chosen = tournament.run()
+    assert chosen is not None and chosen.placement is good and chosen.goodput.req_s > 0
+
+
 def test_ctrl_c_while_finalists_are_simulated_keeps_what_they_have_shown(monkeypatch):
     run, runs = Trials.run, itertools.count()
 
