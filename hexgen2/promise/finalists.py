@@ -281,7 +281,7 @@ class _Tournament:
         return self._trials(challenger).run(rate, self._first_count(challenger, rate), 0)
 
     def _first_roughly(self, placement: Placement, start: float) -> Found:
-        """The goodput of a placement that has none to exceed: where no more can be afforded, a single run that
+        """The goodput of a placement that has none to exceed: where no more is affordable, a single run that
         is in time shows where to look closely."""
         if self._large:
             self._left = 0
