@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.search.ordinary import drawn
 from cluster_specs.schema import ClusterSpec
+from cost_model.errors import InfeasibleError
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.promise.full_load import BEYOND, FEWEST, MOST, TURNS
@@ -73,7 +74,10 @@ def main() -> None:
     for seed in itertools.count():
         if len(shares) >= options.count:
             break
-        asked, placement = fleet(rng)
+        try:
+            asked, placement = fleet(rng)
+        except InfeasibleError:
+            continue
         count = max(FEWEST, TURNS * placement.places)
         if count > MOST:
             continue

@@ -155,10 +155,7 @@ class Trials:
         alike = len(self.placement.workload.classes) == 1
         watch = _SteadyRate(records.requests, count / turns, turns - 2, alike, self._stop)
         every = int(max(MOST_OFTEN, min(PROGRESS, REPORTED * count / turns)))
-        simulation = self._simulation(records)
-        with suppress(_OverError):
-            simulation.run(watch, every)
-        self.requests += len(records.requests)
+        simulation = self._run(records, watch, every)
         if len(records.failed) * turns > simulation.ended:
             return 0.0
         return watch.req_s
@@ -192,22 +189,25 @@ class Trials:
     def _records(self, rate: float, count: int, draw: int) -> Records:
         return Records(online(self._lengths, rate, count, (SEEDS, self._seed, draw)))
 
-    def _simulation(self, records: Records) -> Simulation:
-        return Simulation(self.placement, self._cluster, records, Options(), fleet=self._fleet)
-
     def _simulate(self, records: Records, watch: Callable[[Simulation], None]) -> None:
         """Run until every request has ended or the watch ends the run. It looks LOOKS times as rarely as the
         simulation reports, but at once when it is time to stop."""
         reports = itertools.count(1)
-        simulation = self._simulation(records)
 
         def report(now: Simulation) -> None:
             if next(reports) % LOOKS == 0 or self._stop():
                 watch(now)
 
+        self._run(records, report, PROGRESS)
+
+    def _run(self, records: Records, report: Callable[[Simulation], None], every: int) -> Simulation:
+        """The simulation of these requests, which reports once for `every` so many events, until that ends
+        it."""
+        simulation = Simulation(self.placement, self._cluster, records, Options(), fleet=self._fleet)
         with suppress(_OverError):
-            simulation.run(report)
+            simulation.run(report, every)
         self.requests += len(records.requests)
+        return simulation
 
 
 class OutOfTimeError(Exception):
