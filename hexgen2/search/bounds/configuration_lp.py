@@ -37,13 +37,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from hexgen2.placement import OPTIMAL
-from hexgen2.region import Point
 from hexgen2.search.bounds.columns import Column
+from hexgen2.search.bounds.matrix_columns import OWN, Entries, Entry, MatrixColumns, Times
 from hexgen2.search.bounds.upper_bounds import node_rates
 from hexgen2.search.linear_program import LinearProgram, Optimum, WarmProgram, solve_whole
 from hexgen2.search.partition.coarsen import sums_by
@@ -61,7 +60,7 @@ LARGEST = 16
 """GPUs of the largest node that is divided into slots."""
 TIE = 1e-3
 """Share of a column's capacity by which a rule may prefer another one: the solver's tolerance is 1e-6."""
-Entries = list[tuple[int, float]]
+Pairs = list[tuple[int, float]]
 """A column of the matrix: (row, coefficient)."""
 Arrays = tuple[np.ndarray, SparseRows, np.ndarray, np.ndarray]
 
@@ -83,23 +82,6 @@ class Relaxation:
         return cls(found.value, found.bound, found.x[groups.start : groups.stop], found.duals)
 
 
-OWN = -1
-"""Stands for the row that counts the groups of one column, which the program numbers."""
-
-
-class _Laid(NamedTuple):
-    """A column of the matrix, and those of the corners of its region: rows and coefficients as arrays [n]."""
-
-    column: Column
-    entries: tuple[np.ndarray, np.ndarray]
-    corners: list[tuple[np.ndarray, np.ndarray]]
-
-
-def _as_arrays(entries: Entries) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and coefficients of entries, as arrays [n] each."""
-    return np.array([row for row, _ in entries], dtype=int), np.array([value for _, value in entries])
-
-
 class ConfigurationLP:
     """The rows of the program, which depend only on the cluster; columns come with each solve."""
 
@@ -108,17 +90,17 @@ class ConfigurationLP:
         self._problem = problem = classes.problem
         self._with_kv = with_kv and len(problem.node_gpus) > 1
         self._rows: list[tuple[float, float]] = []
-        self._flow: Entries = [(self._row(0.0, INFINITY), -1.0) for _ in PHASES]
-        self._slots: list[Entries] = []
+        self._flow: Pairs = [(self._row(0.0, INFINITY), -1.0) for _ in PHASES]
+        self._slots: list[Pairs] = []
         # Of each class and number of GPUs on a node: the row that counts them, and how many one counts for.
         self._gpu_row: list[dict[int, tuple[int, float]]] = [
             self._lay_slots(nodes) for nodes in classes.nodes
         ]
         self._price = [problem.node_price[nodes[0]] for nodes in classes.nodes]
         self._price_row = self._row(-INFINITY, INFINITY)
-        self._moves: list[Entries] = []
-        self._local: list[Entries] = []
-        self._laid: dict[int, _Laid] = {}
+        self._moves: list[Pairs] = []
+        self._local: list[Pairs] = []
+        self._matrix = MatrixColumns(self._entries, self._handled_at)
         if self._with_kv:
             rates = node_rates(problem)
             at_best = [rates[nodes[0]] for nodes in classes.nodes]
@@ -186,50 +168,39 @@ class ConfigurationLP:
                     crossed.append((entering, 1.0))
             self._moves.append(ends + crossed)
 
-    def _entries(self, column: Column) -> Entries:
+    def _entries(self, column: Column) -> list[Entry]:
         """The entries of a column: its capacity, price, GPUs and, negated, the KV caches that its GPUs can
         handle; those of a colocated one need not be moved."""
         colocated = column.role == "colocated"
-        entries: Entries = []
+        entries = list[Entry]()
         if column.region is None:
             roles = enumerate(PHASES)
-            entries = [(k, column.capacity_req_s) for k, role in roles if colocated or role == column.role]
-            if colocated and self._with_kv:
-                entries.append((self._moved_row, column.capacity_req_s))
-        entries.append((self._price_row, self.price_of(column)))
-        entries += [self._gpu_row[which][count] for which, count in column.pattern]
-        if not self._with_kv or (colocated and (column.region is None or self._in_one_class(column))):
-            return entries
-        for which, count in column.gpus:
+            of_phases = [k for k, role in roles if colocated or role == column.role]
+            moved = [self._moved_row] if colocated and self._with_kv else []
+            entries = [Entry(row, 1.0, Times.CAPACITY) for row in (*of_phases, *moved)]
+        entries.append(Entry(self._price_row, self.price_of(column)))
+        entries += [Entry(*self._gpu_row[which][count]) for which, count in column.pattern]
+        moves = self._with_kv and not (colocated and (column.region is None or self._in_one_class(column)))
+        for which, count in column.gpus if moves else ():
             for phase in PHASES if colocated else (column.role,):
-                most = self._rates[phase][which] * count
-                handled = most if colocated else min(most, column.capacity_req_s)
-                entries.append((self._rate_row[phase][which], -handled))
+                row, most = self._rate_row[phase][which], self._rates[phase][which] * count
+                entries.append(Entry(row, -most) if colocated else Entry(row, most, Times.AT_MOST_CAPACITY))
+        if column.region is not None:
+            entries.append(Entry(OWN, -1.0))
         return entries
 
     @staticmethod
     def _in_one_class(column: Column) -> bool:
         return len(column.gpus) == 1
 
-    def _corner_entries(self, column: Column, corner: Point) -> Entries:
-        """The entries of a corner of a mixed column. On one class, KV caches that stay where they are count
-        among those that move inside the class."""
-        entries = [(OWN, 1.0), *enumerate(corner)]
+    def _handled_at(self, column: Column) -> tuple[int, ...]:
+        """The rows in which the prompts and the answers of a mixed column's corners are handled. On one
+        class, KV caches that stay where they are count among those that move inside the class."""
         if not self._with_kv:
-            return entries
-        rows = self._local_rows
+            return ()
         if self._in_one_class(column):
-            rows = [self._rate_row[phase][column.gpus[0][0]] for phase in PHASES]
-        return entries + [(handled, -rate) for handled, rate in zip(rows, corner, strict=True)]
-
-    def _laid_out(self, column: Column) -> _Laid:
-        """The column's entries, remembered: programs are solved again and again with the same columns."""
-        found = self._laid.get(id(column))
-        if found is None or found.column is not column:
-            entries = self._entries(column) + ([(OWN, -1.0)] if column.region is not None else [])
-            corners = [_as_arrays(self._corner_entries(column, corner)) for corner in column.corners]
-            found = self._laid[id(column)] = _Laid(column, _as_arrays(entries), corners)
-        return found
+            return tuple(self._rate_row[phase][column.gpus[0][0]] for phase in PHASES)
+        return tuple(self._local_rows)
 
     def relaxed_groups(self, columns: Sequence[Column], budget: float = INFINITY) -> RelaxedGroups:
         """The program over these columns, within a budget (US dollars per hour)."""
@@ -242,7 +213,7 @@ class ConfigurationLP:
 
     def capacity_entries(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         """Rows [n] and coefficients [n] of the matrix's column for one that is worth what it can do alone."""
-        return self._laid_out(column.alone).entries
+        return self._matrix.entries([column.alone])[:2]
 
     def solve(self, columns: Sequence[Column], budget: float = INFINITY) -> Relaxation:
         """The optimum over these columns, within a budget (US dollars per hour)."""
@@ -327,25 +298,22 @@ class ConfigurationLP:
 
     def _bills(self, columns: Sequence[Column], duals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[columns] what a group of each brings at these duals, and what its GPUs cost, in requests/s."""
-        laid, count = [self._laid_out(column) for column in columns], len(columns)
+        count = len(columns)
         if not count:
             return np.zeros(0), np.zeros(0)
         # What counts a column's own groups is worth nothing.
         duals, bought = np.append(duals, 0.0), np.zeros(len(duals) + 1, dtype=bool)
         bought[[self._price_row, *(row for rows in self._gpu_row for row, _ in rows.values())]] = True
-        rows, values, owner = _joined([each.entries for each in laid])
+        rows, values, owner = self._matrix.entries(columns)
         amounts = duals[rows] * values
         cost = np.bincount(owner, np.where(bought[rows], amounts, 0.0), count)
         brought = -np.bincount(owner, np.where(bought[rows], 0.0, amounts), count)
-        corners = [corner for each in laid for corner in each.corners]
-        if corners:
-            rows, values, owner = _joined(corners)
-            of_corners = -np.bincount(owner, duals[rows] * values, len(corners))
-            best, column_of = (
-                np.full(count, -INFINITY),
-                np.repeat(range(count), [len(c.corners) for c in laid]),
-            )
-            np.maximum.at(best, column_of, of_corners)
+        (rows, values, owner), counts = self._matrix.corners(columns)
+        if len(rows):
+            of_corners = -np.bincount(owner, duals[rows] * values, sum(counts))
+            mixed = [k for k, column in enumerate(columns) if column.region is not None]
+            best = np.full(count, -INFINITY)
+            np.maximum.at(best, np.repeat(mixed, counts), of_corners)
             brought += np.where(np.isfinite(best), best, 0.0)
         return brought, cost
 
@@ -359,19 +327,19 @@ class ConfigurationLP:
         return len(self._before_columns)
 
     @property
-    def _before_columns(self) -> list[Entries]:
+    def _before_columns(self) -> list[Pairs]:
         return [self._flow, *self._slots, *self._local, *self._moves]
 
     def _arrays(self, columns: Sequence[Column], budget: float = INFINITY) -> Arrays:
         """The program's gain [n], matrix [r, n] and limits of the rows [r]."""
-        before, laid = self._before_columns, [self._laid_out(column) for column in columns]
-        rows, corners = [*self._rows], [corner for each in laid for corner in each.corners]
+        before, (of_corners, counts) = self._before_columns, self._matrix.corners(columns)
+        rows = [*self._rows]
         rows[self._price_row] = -INFINITY, budget
-        row, value, variable = _joined([*map(_as_arrays, before), *(each.entries for each in laid), *corners])
-        mixed = np.array([each.column.region is not None for each in laid], dtype=bool)
+        entries = Entries.of(before).then(self._matrix.entries(columns), len(before))
+        row, value, variable = entries.then(of_corners, len(before) + len(columns))
+        mixed = np.array([column.region is not None for column in columns], dtype=bool)
         own = len(rows) + np.cumsum(mixed) - mixed
-        of_corners = np.repeat(own, [len(each.corners) for each in laid])
-        numbers = np.concatenate([np.zeros(len(before), dtype=int), own, of_corners])
+        numbers = np.concatenate([np.zeros(len(before), dtype=int), own, np.repeat(own[mixed], counts)])
         rows += [(-INFINITY, 0.0)] * int(mixed.sum())
         gain = np.zeros(len(numbers))
         gain[0] = 1.0
@@ -379,12 +347,6 @@ class ConfigurationLP:
         coefficients = SparseRows.of(row, variable, value, (len(rows), len(numbers)))
         row_least, row_most = np.array(rows).T
         return gain, coefficients, row_least.copy(), row_most.copy()
-
-
-def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows [n] and coefficients [n] of all parts, one after the other, and the part of each [n]."""
-    rows, values = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
-    return rows, values, np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
 
 
 class RelaxedGroups:

@@ -6,7 +6,6 @@ import copy
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -283,12 +282,7 @@ def _expected(columns: list[Column]) -> list[Column]:
             if column.planned and column.role == role and column.capacity_req_s
         ]
         usual[role] = float(np.median(shares)) if shares else 1.0
-    return [
-        column.alone
-        if column.planned
-        else replace(column.alone, capacity_req_s=column.capacity_req_s * usual[column.role])
-        for column in columns
-    ]
+    return [column.alone if column.planned else column.worth(usual[column.role]) for column in columns]
 
 
 def _simple(columns: list[Column]) -> list[Column]:

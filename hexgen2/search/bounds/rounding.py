@@ -42,7 +42,7 @@ def rounded(
     """
     program = lp.relaxed_groups(columns, budget)
     program.break_ties(columns)
-    prices = [lp.price_of(column) for column in columns]
+    prices = [lp.price_of(column) for column in columns] if budget < math.inf else []
     return fill_up(
         program, columns, Layout(classes, pair_roles), np.zeros(len(columns)), prices, budget, stop
     )

@@ -118,11 +118,24 @@ class NodeClasses:
         if len(pattern) == 2 and not self._alone(pattern):
             taken = self._fastest_pair(*pattern)
             return counts_of({node: count for node, (_, count) in zip(taken, pattern, strict=True)})
-        chosen: dict[int, int] = {}
-        for which, count in sorted(pattern, key=lambda part: -part[1]):
-            free = [node for node in self._with_room(which, count) if node not in chosen]
-            chosen[max(free, key=lambda node: (self._slowest(node, list(chosen)), -node))] = count
-        return counts_of(chosen)
+        ordered = tuple(sorted(pattern, key=lambda part: -part[1]))
+        return counts_of({node: count for node, (_, count) in zip(self._near(ordered), ordered, strict=True)})
+
+    def _near(self, pattern: Pattern) -> tuple[int, ...]:
+        """Nodes for each part of a pattern in turn, remembered: others begin with the same parts."""
+        if not pattern:
+            return ()
+        if pattern not in self._nearest:
+            taken = self._near(pattern[:-1])
+            free = [node for node in self._with_room(*pattern[-1]) if node not in taken]
+            nearest = max(free, key=lambda node: (self._slowest(node, taken), -node))
+            self._nearest[pattern] = (*taken, nearest)
+        return self._nearest[pattern]
+
+    @cached_property
+    def _nearest(self) -> dict[Pattern, tuple[int, ...]]:
+        """What `_near` found so far."""
+        return {}
 
     def _with_room(self, which: int, count: int) -> list[int]:
         """The nodes of a class that have so many GPUs, remembered."""
