@@ -36,15 +36,16 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hexgen2.placement import OPTIMAL
+from hexgen2.search.bounds.column_generation import Bills, ColumnGeneration, Relaxation
 from hexgen2.search.bounds.columns import Column
-from hexgen2.search.bounds.matrix_columns import OWN, Entries, Entry, MatrixColumns, Times
+from hexgen2.search.bounds.matrix_columns import OWN, Corners, Entries, Entry, MatrixColumns, Times
 from hexgen2.search.bounds.upper_bounds import node_rates
-from hexgen2.search.linear_program import LinearProgram, Optimum, WarmProgram, solve_whole
+from hexgen2.search.linear_program import LinearProgram, WarmProgram, solve_whole
 from hexgen2.search.partition.coarsen import sums_by
 from hexgen2.search.planning.classes import NodeClasses
 from hexgen2.search.planning.shapes import partitions
@@ -63,23 +64,6 @@ TIE = 1e-3
 Pairs = list[tuple[int, float]]
 """A column of the matrix: (row, coefficient)."""
 Arrays = tuple[np.ndarray, SparseRows, np.ndarray, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Relaxation:
-    """A solution: its value and a proven upper bound, both in requests/s (and equal, unless an integer
-    program was cut short), how many groups of each column it has, and the duals of the rows (none of an
-    integer program)."""
-
-    value: float
-    upper_bound: float
-    amounts: np.ndarray
-    duals: np.ndarray
-
-    @classmethod
-    def of(cls, found: Optimum, groups: range) -> Relaxation:
-        """From the solution of a program, with the variables of its columns."""
-        return cls(found.value, found.bound, found.x[groups.start : groups.stop], found.duals)
 
 
 class ConfigurationLP:
@@ -106,6 +90,9 @@ class ConfigurationLP:
             at_best = [rates[nodes[0]] for nodes in classes.nodes]
             self._rates = dict(zip(PHASES, zip(*at_best, strict=True), strict=True))
             self._lay_kv_rows()
+        self._bought = np.zeros(len(self._rows), dtype=bool)
+        self._bought[[self._price_row, *(row for rows in self._gpu_row for row, _ in rows.values())]] = True
+        self._generation = ColumnGeneration(self._matrix, self._bought)
 
     def _row(self, low: float, high: float) -> int:
         """Add a row with these limits; its number."""
@@ -217,7 +204,35 @@ class ConfigurationLP:
 
     def solve(self, columns: Sequence[Column], budget: float = INFINITY) -> Relaxation:
         """The optimum over these columns, within a budget (US dollars per hour)."""
-        return self.relaxed_groups(columns, budget).solve()
+        return self._generation.solve(
+            columns, partial(self._shares_of_best, columns), partial(self._solve_all, budget)
+        )
+
+    def _solve_all(self, budget: float, columns: Sequence[Column]) -> Relaxation:
+        """The same by one program."""
+        found = LinearProgram(*self._divided_arrays(columns, budget)).solve()
+        if found is None:
+            return Relaxation(0.0, 0.0, np.zeros(len(columns)), np.zeros(0))
+        first, last = self._first, self._first + len(columns)
+        mixed = [k for k, column in enumerate(columns) if column.region is not None]
+        owner = np.repeat(np.array(mixed, dtype=int), [len(columns[k].corners) for k in mixed])
+        amounts = found.x[first:last] + np.bincount(owner, found.x[last:], len(columns))
+        return Relaxation(found.value, found.bound, amounts, found.duals)
+
+    def _shares_of_best(self, columns: Sequence[Column]) -> np.ndarray:
+        """[columns] what a group can do, in parts of what its GPUs could if each worked alone at its best."""
+        rates = [node_rates(self._problem)[nodes[0]] for nodes in self._classes.nodes]
+        best = {
+            "prefill": [p for p, _ in rates],
+            "decode": [d for _, d in rates],
+            "colocated": [p * d / (p + d) for p, d in rates],
+        }
+        return np.array(
+            [
+                column.capacity_req_s / math.fsum(best[column.role][which] * n for which, n in column.gpus)
+                for column in columns
+            ]
+        )
 
     def solve_whole(
         self,
@@ -249,7 +264,7 @@ class ConfigurationLP:
         if not len(relaxed.duals):
             return fit
         gap = relaxed.value - known + ROUNDING * relaxed.value
-        brought, cost = self._bills(columns, relaxed.duals)
+        brought, cost = self._bills(columns).at(relaxed.duals)
         losses = cost - brought
         room = np.divide(gap, losses, out=np.full(len(columns), np.inf), where=losses > 0)
         return np.minimum(fit, np.floor(np.clip(room, 0, fit.max(initial=0)))).astype(int)
@@ -293,29 +308,11 @@ class ConfigurationLP:
     def worth(self, columns: Sequence[Column], duals: np.ndarray) -> np.ndarray:
         """[columns] what a group of each brings at these duals, beside what its GPUs cost: at most 1 of all
         columns, and 1 of those that the solution has."""
-        brought, cost = self._bills(columns, duals)
-        return np.divide(brought, cost, out=np.full(len(columns), INFINITY), where=cost > 0)
+        return self._bills(columns).worth(duals)
 
-    def _bills(self, columns: Sequence[Column], duals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[columns] what a group of each brings at these duals, and what its GPUs cost, in requests/s."""
-        count = len(columns)
-        if not count:
-            return np.zeros(0), np.zeros(0)
-        # What counts a column's own groups is worth nothing.
-        duals, bought = np.append(duals, 0.0), np.zeros(len(duals) + 1, dtype=bool)
-        bought[[self._price_row, *(row for rows in self._gpu_row for row, _ in rows.values())]] = True
-        rows, values, owner = self._matrix.entries(columns)
-        amounts = duals[rows] * values
-        cost = np.bincount(owner, np.where(bought[rows], amounts, 0.0), count)
-        brought = -np.bincount(owner, np.where(bought[rows], 0.0, amounts), count)
-        (rows, values, owner), counts = self._matrix.corners(columns)
-        if len(rows):
-            of_corners = -np.bincount(owner, duals[rows] * values, sum(counts))
-            mixed = [k for k, column in enumerate(columns) if column.region is not None]
-            best = np.full(count, -INFINITY)
-            np.maximum.at(best, np.repeat(mixed, counts), of_corners)
-            brought += np.where(np.isfinite(best), best, 0.0)
-        return brought, cost
+    def _bills(self, columns: Sequence[Column]) -> Bills:
+        """What a group of each of these columns brings and costs."""
+        return self._generation.bills(columns)
 
     def price_of(self, column: Column) -> float:
         """US dollars per hour for the GPUs of one group."""
@@ -332,19 +329,45 @@ class ConfigurationLP:
 
     def _arrays(self, columns: Sequence[Column], budget: float = INFINITY) -> Arrays:
         """The program's gain [n], matrix [r, n] and limits of the rows [r]."""
-        before, (of_corners, counts) = self._before_columns, self._matrix.corners(columns)
-        rows = [*self._rows]
-        rows[self._price_row] = -INFINITY, budget
-        entries = Entries.of(before).then(self._matrix.entries(columns), len(before))
-        row, value, variable = entries.then(of_corners, len(before) + len(columns))
+        (row, value, variable), counts = self._joined(columns, 0)
         mixed = np.array([column.region is not None for column in columns], dtype=bool)
-        own = len(rows) + np.cumsum(mixed) - mixed
-        numbers = np.concatenate([np.zeros(len(before), dtype=int), own, np.repeat(own[mixed], counts)])
-        rows += [(-INFINITY, 0.0)] * int(mixed.sum())
-        gain = np.zeros(len(numbers))
-        gain[0] = 1.0
+        own = len(self._rows) + np.cumsum(mixed) - mixed
+        numbers = np.concatenate([np.zeros(self._first, dtype=int), own, np.repeat(own[mixed], counts)])
         row = np.where(row == OWN, numbers[variable], row)
-        coefficients = SparseRows.of(row, variable, value, (len(rows), len(numbers)))
+        return self._with_rows(row, value, variable, len(numbers), budget, int(mixed.sum()))
+
+    def _divided_arrays(self, columns: Sequence[Column], budget: float) -> Arrays:
+        """The same where groups can be divided: each corner of a mixed column takes its groups by itself, so
+        that no row counts them, and such a program is solved in a tenth of the time. The column's own
+        variable is that of groups which do nothing but handle KV caches."""
+        (row, value, variable), counts = self._joined(columns, 1)
+        kept = row != OWN
+        return self._with_rows(
+            row[kept], value[kept], variable[kept], self._first + len(columns) + sum(counts), budget, 0
+        )
+
+    def _joined(self, columns: Sequence[Column], of_corners: int) -> Corners:
+        """All entries of the program; how many corners each mixed column has, each of which takes the groups
+        of its column so many times."""
+        before, corners = Entries.of(self._before_columns), self._matrix.corners(columns)
+        mixed, first = [column for column in columns if column.region is not None], self._first
+        entries = before.then(self._matrix.entries(columns), first).then(
+            corners.entries, first + len(columns)
+        )
+        if of_corners and mixed:
+            groups = self._matrix.entries(mixed, corners.counts)
+            entries = entries.then(groups, first + len(columns))
+        return Corners(entries, corners.counts)
+
+    def _with_rows(
+        self, row: np.ndarray, value: np.ndarray, variable: np.ndarray, size: int, budget: float, own: int
+    ) -> Arrays:
+        """The program with these entries and so many variables; `own` rows count the groups of columns."""
+        rows = [*self._rows] + [(-INFINITY, 0.0)] * own
+        rows[self._price_row] = -INFINITY, budget
+        gain = np.zeros(size)
+        gain[0] = 1.0
+        coefficients = SparseRows.of(row, variable, value, (len(rows), size))
         row_least, row_most = np.array(rows).T
         return gain, coefficients, row_least.copy(), row_most.copy()
 
@@ -378,7 +401,8 @@ class RelaxedGroups:
         found = self._program.solve()
         if found is None:
             return Relaxation(0.0, 0.0, np.zeros(self._columns), np.zeros(0))
-        return Relaxation.of(found, range(self._first, self._first + self._columns))
+        groups = found.x[self._first : self._first + self._columns]
+        return Relaxation(found.value, found.bound, groups, found.duals)
 
 
 class WarmGroups(RelaxedGroups):

@@ -7,6 +7,7 @@ capacity decides is filled in for all groups together.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -87,39 +88,64 @@ class MatrixColumns:
     ) -> None:
         self._entries_of, self._handled_at = entries_of, handled_at
         self._number: dict[tuple[str, Pattern, bool], int] = {}
+        self._last: tuple[list[Column], np.ndarray] = [], np.zeros(0, dtype=int)
+        self._corners: dict[int, tuple[Column, np.ndarray, tuple[int, ...]]] = {}
         self._known: list[Entry] = []
         self._ends = [0]
         self._arrays: tuple[np.ndarray, ...] = ()
 
-    def entries(self, columns: Sequence[Column]) -> Entries:
-        """The entries of these columns."""
-        number = np.array([self._number_of(column) for column in columns], dtype=int)
+    def entries(self, columns: Sequence[Column], times: Sequence[int] | None = None) -> Entries:
+        """The entries of these columns; so many times those of each, one after the other."""
+        number = self.numbers(columns)
+        capacity = np.array([column.capacity_req_s for column in columns], dtype=float)
+        if times is not None:
+            number, capacity = np.repeat(number, times), np.repeat(capacity, times)
         if not self._arrays:
-            row, amount, times = zip(*self._known, strict=True) if self._known else ((), (), ())
-            self._arrays = np.array(row, dtype=int), np.array(amount), np.array(times), np.array(self._ends)
-        known_row, known_amount, known_times, ends = self._arrays
+            row, amount, kind = zip(*self._known, strict=True) if self._known else ((), (), ())
+            self._arrays = np.array(row, dtype=int), np.array(amount), np.array(kind), np.array(self._ends)
+        known_row, known_amount, known_kind, ends = self._arrays
         begins, sizes = ends[number], ends[number + 1] - ends[number]
-        owner = np.repeat(np.arange(len(columns)), sizes)
+        owner = np.repeat(np.arange(len(number)), sizes)
         at = np.arange(len(owner)) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
-        capacity = np.array([column.capacity_req_s for column in columns], dtype=float)[owner]
-        amount, times = known_amount[at], known_times[at]
-        value = np.where(times == Times.CAPACITY, amount * capacity, amount)
-        value = np.where(times == Times.AT_MOST_CAPACITY, -np.minimum(amount, capacity), value)
+        amount, kind, most = known_amount[at], known_kind[at], capacity[owner]
+        value = np.where(kind == Times.CAPACITY, amount * most, amount)
+        value = np.where(kind == Times.AT_MOST_CAPACITY, -np.minimum(amount, most), value)
         return Entries(known_row[at], value, owner)
 
     def corners(self, columns: Sequence[Column]) -> Corners:
         """The corners of those of the columns that are mixed: of each, prompts/s and answers/s, and what is
         handled of them."""
-        mixed = [column for column in columns if column.region is not None]
-        counts = [len(column.corners) for column in mixed]
-        points = np.array([corner for column in mixed for corner in column.corners]).reshape(-1, 2)
-        if not len(points):
+        known = [self._corners_of(column) for column in columns if column.region is not None]
+        counts = [len(points) for _, points, _ in known]
+        if not sum(counts):
             return Corners(Entries.of([]), counts)
-        own = np.array([(OWN, 0, 1, *self._handled_at(column)) for column in mixed])
-        row = np.repeat(own, counts, axis=0)
+        points = np.concatenate([points for _, points, _ in known])
+        row = np.repeat(np.array([rows for _, _, rows in known]), counts, axis=0)
         value = np.concatenate([np.ones((len(points), 1)), points, -points], axis=1)[:, : row.shape[1]]
         owner = np.repeat(np.arange(len(points)), row.shape[1])
         return Corners(Entries(row.ravel(), value.ravel(), owner), counts)
+
+    def _corners_of(self, column: Column) -> tuple[Column, np.ndarray, tuple[int, ...]]:
+        """The corners [c, 2] of a mixed column, and the rows of each, remembered."""
+        found = self._corners.get(id(column))
+        if found is None or found[0] is not column:
+            points = np.array(column.corners).reshape(-1, 2)
+            found = self._corners[id(column)] = column, points, (OWN, 0, 1, *self._handled_at(column))
+        return found
+
+    def numbers(self, columns: Sequence[Column]) -> np.ndarray:
+        """[columns] a number for each role and pattern, and whether the column is mixed."""
+        before, numbers = self._last
+        if len(columns) < len(before):
+            return np.array([self._number_of(column) for column in columns], dtype=int)
+        # Most columns are those of the last time.
+        changed = np.ones(len(columns), dtype=bool)
+        changed[: len(before)] = [*map(operator.is_not, columns, before)]
+        numbers = np.append(numbers, np.zeros(len(columns) - len(before), dtype=int))
+        for k in np.flatnonzero(changed).tolist():
+            numbers[k] = self._number_of(columns[k])
+        self._last = list(columns), numbers
+        return numbers
 
     def _number_of(self, column: Column) -> int:
         key = column.role, column.pattern, column.region is not None

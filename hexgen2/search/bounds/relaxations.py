@@ -10,8 +10,9 @@ from functools import cached_property
 
 import numpy as np
 
+from hexgen2.search.bounds.column_generation import Relaxation
 from hexgen2.search.bounds.columns import Column, list_columns, undominated, with_its_plan
-from hexgen2.search.bounds.configuration_lp import ConfigurationLP, Relaxation
+from hexgen2.search.bounds.configuration_lp import ConfigurationLP
 from hexgen2.search.bounds.repairs import Repairs
 from hexgen2.search.bounds.rounding import lay_out, rounded
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
@@ -112,11 +113,11 @@ class Relaxations:
         simple : leave out what colocated groups could do for others
         """
 
-        def solve() -> Relaxation:
-            return lp.solve(_simple(self.columns) if simple else self.columns, budget)
+        def columns() -> list[Column]:
+            return _simple(self.columns) if simple else self.columns
 
         few = not self.enough and len(self._problem.usable) > LARGE
-        found, at_once, before = solve(), FEW_AT_ONCE if few else AT_ONCE, math.inf
+        found, at_once, before = lp.solve(columns(), budget), FEW_AT_ONCE if few else AT_ONCE, math.inf
         while found.upper_bound > self.enough and not self.stop():
             chosen = np.flatnonzero(found.amounts > CHOSEN).tolist()
             if not len(found.duals) or all(self.columns[k].planned for k in chosen):
@@ -125,12 +126,12 @@ class Relaxations:
             if little and (self.enough or not self.patient):
                 break
             loose = [k for k, column in enumerate(self.columns) if not column.planned]
-            worth = lp.worth([self.columns[k] for k in loose], found.duals).tolist()
-            self._plan(greatest_first(loose, dict(zip(loose, worth, strict=True)).__getitem__)[:at_once])
+            worth = lp.worth(columns(), found.duals)
+            self._plan(greatest_first(loose, worth.tolist().__getitem__)[:at_once])
             before = found.upper_bound
             if self.enough:  # Of few GPUs, groups are planned sooner than the program is solved.
                 at_once = min(2 * at_once, MOST_AT_ONCE)
-            found = solve()
+            found = lp.solve(columns(), budget)
         return found
 
     def tighten(self, budget: float = math.inf) -> UpperBound:

@@ -181,8 +181,9 @@ class Layout:
                 return None
             slowest = {n: min((links[n][m].bandwidth_bytes_s for m in taken), default=0.0) for n in free}
             near = greatest(free, slowest.__getitem__)
-            near = least(near, lambda n: sign * math.fsum(self._behind[k] for k in self._uplinks[n]))
-            spare = least(near, lambda n: sign * self._surplus[n])
-            taken.append(min(spare, key=lambda n: (self._free[n], self._order[n])))
+            if sign:
+                near = least(near, lambda n: sign * math.fsum(self._behind[k] for k in self._uplinks[n]))
+                near = least(near, lambda n: sign * self._surplus[n])
+            taken.append(min(near, key=lambda n: (self._free[n], self._order[n])))
         ordered = sorted(column.pattern, key=lambda part: -part[1])
         return counts_of({node: count for node, (_, count) in zip(taken, ordered, strict=True)})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hexgen2.search.partition.spectral import fiedler_vector, first_eigenvector, laplacian, spectral_partition
 from hexgen2.search.ties import (
+    MANY,
     exceeds,
     first_largest,
     greatest,
@@ -48,6 +49,27 @@ def test_of_two_values_at_most_one_exceeds(a, b):
     assert not exceeds(a, a)
     if math.isfinite(a) and abs(a) > 1:
         assert exceeds(a, a - abs(a) * 1e-6)
+
+
+@given(
+    st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 1e-12, 0.25, 1 / 3, 2.0, math.inf]), max_size=40),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.1]),
+)
+def test_many_values_have_the_order_of_few(values, seed, resolution):
+    given = disturbed_finite(values, seed)
+    few = order(given, resolution)
+    # As many of a far greater value after them make them many, and change nothing before.
+    many = order(given + [1e9] * (MANY + 1), resolution)
+    after = len(given)
+    expected = [k for k in few if given[k] != math.inf] + list(range(after, after + MANY + 1))
+    assert many == expected + [k for k in few if given[k] == math.inf]
+
+
+def disturbed_finite(values, seed):
+    """The finite values with other last bits."""
+    finite = iter(disturbed([v for v in values if math.isfinite(v)], seed))
+    return [next(finite) if math.isfinite(v) else v for v in values]
 
 
 def test_infinite_values():
