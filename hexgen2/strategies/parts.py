@@ -240,6 +240,8 @@ def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
     evaluator.relaxed.stop = partial(stopping.spent, began + ROUNDED * (until - began))
     if phases == "flexible":  # Quicker, since no colocated group has to be planned.
         _offer_rounded(state, "disaggregated")
+        if not large and evaluator.relaxed.list_columns():
+            _offer_rounded(state, "colocated")
     if phases != "flexible" or evaluator.relaxed.list_columns():
         _offer_rounded(state, phases)
     if stopping.time_limit_s is not None and state.incumbent.within(NEAR_BOUND):
@@ -254,7 +256,7 @@ def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
 def _offer_rounded(state: SearchState, phases: Phases) -> None:
     """Offer the linear program's groups with the roles of these phases."""
     relaxed = state.evaluator.relaxed
-    for pair_roles in (False, True):
+    for pair_roles in (False, True) if phases != "colocated" else (False,):
         if not relaxed.stop():
             found = relaxed.start(pair_roles=pair_roles, roles=ROLES[phases])
             _offer_in_time(state, found, "start from the linear program")
