@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ LATE = 0.8
 MIXED_S_PER_REPLICA = 8e-3
 """Seconds that it takes to find out for the first time what replicas do for one another, for each of them, on
 a slow machine: 2 to 16 ms in fleets of 30 to 500."""
+S_PER_ROUTE = 4e-5
+"""The same of each route where nobody does both phases."""
 
 
 @dataclass
@@ -139,7 +142,11 @@ class SearchState:
         if left_s is None or not self.evaluator.problem.mixes:
             return False
         grace_s = 0.0 if self.incumbent.best else GRACE_S
-        return len(solution.groups) * MIXED_S_PER_REPLICA > share * left_s + grace_s
+        roles = Counter(group.role for group in solution.groups)
+        takes_s = len(solution.groups) * MIXED_S_PER_REPLICA
+        if not roles["colocated"]:
+            takes_s = roles["prefill"] * roles["decode"] * S_PER_ROUTE
+        return takes_s > share * left_s + grace_s
 
     def first_mixture_is_late(self) -> bool:
         """Whether that would take too long for the best, of which no one has found it out yet: for solutions

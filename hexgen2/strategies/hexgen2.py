@@ -57,7 +57,7 @@ CERTIFIED_FROM = 0.9
 """Not once this share of it has passed: such a program takes longer."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
-LISTED, PARTS_LISTED = 0.25, 0.72
+LISTED, PARTS_LISTED = 0.25, 0.82
 """Once this share of the time limit has passed, the linear program does with the columns listed so far; the
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
 PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
@@ -210,11 +210,15 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
     evaluator.relaxed.over = state.stopping.out_of_time
     if by_parts:
-        evaluator.relaxed.hopeless = partial(_hopeless, state.stopping, state.stopping.spent_share)
+        evaluator.relaxed.hopeless = _Hopeless(state.stopping)
         if evaluator.relaxed.list_columns():
             until = max(PARTS_BOUNDED, state.stopping.spent_share + BOUND_AT_LEAST)
             evaluator.relaxed.stop = partial(state.stopping.spent, until)
             evaluator.relaxed.patient = state.stopping.time_limit_s is None
+        else:
+            _offer_whole_nodes_mixed(state)
+    else:
+        _offer_whole_nodes_mixed(state)
     params = evaluator.params
     large = len(evaluator.problem.usable) > params.large_gpus
     bound_last = not large and state.stopping.time_limit_s is None
@@ -255,8 +259,7 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
 
 
 def _offer_whole_nodes(state: SearchState) -> None:
-    """Offer a first answer of colocated replicas, and one of the others; and what the replicas of the best
-    could do for one another, if there is time to find out."""
+    """Offer a first answer of colocated replicas, and one of the others."""
     evaluator, stopping, began = state.evaluator, state.stopping, state.stopping.spent_share
     for k, role in enumerate(("colocated", "decode"), 1):
         stop_joining = partial(stopping.spent, began + k * FIRST)
@@ -265,7 +268,11 @@ def _offer_whole_nodes(state: SearchState) -> None:
             divide = stopping.time_limit_s is not None
             first = whole_nodes(evaluator, role, stop, stopping.too_late, stop_joining, divide)
             state.offer(first_look(evaluator, first), "start with whole nodes")
-    best = state.incumbent.best
+
+
+def _offer_whole_nodes_mixed(state: SearchState) -> None:
+    """Offer what the replicas of a first answer could do for one another, if there is time to find out."""
+    evaluator, best = state.evaluator, state.incumbent.best
     if best is None or not worth_more_mixed(evaluator, best.solution):
         return
     if not state.slow_to_mix(best.solution, FOR_MIXING):
@@ -353,12 +360,24 @@ def _refined_bound(relaxed: Relaxations, best_req_s: float, gap: float, report: 
     return relaxed.upper_bound()
 
 
-def _hopeless(stopping: Stopping, began: float, listed: float) -> bool:
-    """Whether at this pace not all columns of a large cluster are listed in time, of which this share is,
-    since so much of the time limit had passed."""
-    spent = stopping.spent_share
-    over = began + (spent - began) / max(listed, 1e-9)
-    return spent > LISTED and over > PARTS_LISTED and stopping.spent(0.0)
+class _Hopeless:
+    """Whether not all columns of a large cluster will be listed in time, at the pace since this was asked for
+    the first time: what comes before that takes longer."""
+
+    def __init__(self, stopping: Stopping) -> None:
+        self._stopping = stopping
+        self._first: tuple[float, float] | None = None
+
+    def __call__(self, listed: float) -> bool:
+        """The same, now that this share of them is listed."""
+        spent = self._stopping.spent_share
+        if self._first is None:
+            self._first = spent, listed
+        began, before = self._first
+        if listed <= before:
+            return False
+        over = spent + (1 - listed) * (spent - began) / (listed - before)
+        return spent > LISTED and over > PARTS_LISTED and self._stopping.spent(0.0)
 
 
 def _patience(state: SearchState) -> float:

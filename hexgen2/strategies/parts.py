@@ -36,6 +36,8 @@ STARTS_UNTIL, FIRST_UNTIL = 0.6, 0.8
 phases for comparison."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.83, 0.86), "colocated": (0.88, 0.9)}
 """The same for pure phases; the rest of the time is for the best of all."""
+NO_PURE_FROM = 0.55
+"""Once this share of the time limit has passed, there is none to compare with pure phases."""
 MOST_BESIDE = 400
 """Of so many GPUs, pure phases are searched in the background, where a core is free. Beside a process of more
 of them, this one would take longer, too."""
@@ -65,10 +67,11 @@ def explore_parts(state: SearchState, seed: int) -> None:
     flexible = state.evaluator.problem.phases == "flexible"
     limited = state.stopping.time_limit_s is not None
     few = len(state.evaluator.problem.usable) <= MOST_BESIDE
-    if flexible and few and (free_cores() or not limited):
+    late = state.stopping.spent(NO_PURE_FROM)
+    if flexible and few and not late and (free_cores() or not limited):
         _improve_beside_pure(state, seed)
     else:
-        if flexible:
+        if flexible and not late:
             _improve(state, seed, STARTS_UNTIL, FIRST_UNTIL)
             for phases, (starts, ends) in PURE_UNTIL.items():
                 if not state.finished():
@@ -237,13 +240,9 @@ def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
         evaluator.relaxed.stop = partial(stopping.spent, until)
         found = evaluator.relaxed.start(roles=ROLES["colocated"])
         state.offer(evaluator.with_phases("colocated").evaluate(found), "start from the linear program")
-    evaluator.relaxed.stop = partial(stopping.spent, began + ROUNDED * (until - began))
-    if phases == "flexible":  # Quicker, since no colocated group has to be planned.
-        _offer_rounded(state, "disaggregated")
-        if not large and evaluator.relaxed.list_columns():
-            _offer_rounded(state, "colocated")
-    if phases != "flexible" or evaluator.relaxed.list_columns():
-        _offer_rounded(state, phases)
+    rounded_until = began + ROUNDED * (until - began) if large else until
+    evaluator.relaxed.stop = partial(stopping.spent, rounded_until)
+    _offer_rounded(state, partial(stopping.spent, until))
     if stopping.time_limit_s is not None and state.incumbent.within(NEAR_BOUND):
         return
     known = state.incumbent.best.solution if state.incumbent.best else Solution()
@@ -253,12 +252,18 @@ def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
     _offer_in_time(state, found, "start by parts")
 
 
-def _offer_rounded(state: SearchState, phases: Phases) -> None:
-    """Offer the linear program's groups with the roles of these phases."""
-    relaxed = state.evaluator.relaxed
-    for pair_roles in (False, True) if phases != "colocated" else (False,):
-        if not relaxed.stop():
-            found = relaxed.start(pair_roles=pair_roles, roles=ROLES[phases])
+def _offer_rounded(state: SearchState, stop: Callable[[], bool]) -> None:
+    """Offer the linear program's groups: of pure phases, too, in a flexible search; until it is time to
+    stop."""
+    evaluator, relaxed, phases = state.evaluator, state.evaluator.relaxed, state.evaluator.problem.phases
+    kinds: list[Phases] = [phases]
+    if phases == "flexible":  # Disaggregated ones are quicker, since no colocated group has to be planned.
+        large = len(evaluator.problem.usable) > MOST_AT_ONCE
+        listed: list[Phases] = ["flexible"] if large else ["colocated", "flexible"]
+        kinds = ["disaggregated", *(listed if relaxed.list_columns() else [])]
+    for pair_roles, kind in itertools.product((True, False), kinds):
+        if (pair_roles or kind != "colocated") and not (relaxed.stop() or stop()):
+            found = relaxed.start(pair_roles=pair_roles, roles=ROLES[kind])
             _offer_in_time(state, found, "start from the linear program")
 
 
