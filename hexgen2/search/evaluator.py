@@ -37,6 +37,8 @@ from hexgen2.search.ties import first_greatest
 
 SMALL = 1e-9
 """Requests/s that are rounding."""
+NEAR_PAIRS = 2500
+"""Of more pairs of replicas, those in one part of the cluster have routes, and some others."""
 ROUTES_AWAY = 4
 """Routes of a replica to other parts of the cluster, where there are too many for all."""
 ROUNDING = 1e-6
@@ -395,7 +397,7 @@ class Evaluator:
         """[S, R] between which replicas there are to be routes: with more pairs than MANY_PAIRS, between
         those in one part of the cluster, and some in others, so that parts help each other out; None for
         all."""
-        if len(senders) * len(receivers) <= MANY_PAIRS:
+        if len(senders) * len(receivers) <= NEAR_PAIRS:
             return None
         part_of = {node: k for k, part in enumerate(self.parts) for node in part}
         of_sender, of_receiver = (

@@ -23,7 +23,7 @@ from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Div
 from hexgen2.search.planning.outlooks import AT_ONCE, Outlooks
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.prefill_front import PrefillFront
-from hexgen2.search.planning.regions import region_of
+from hexgen2.search.planning.regions import Outline, outline_of
 from hexgen2.search.planning.shapes import Shapes, StageShape
 from hexgen2.search.planning.waiting_prompts import waiting_s
 from hexgen2.search.problem import NodeCounts, Problem
@@ -159,8 +159,10 @@ class Planner:
         )
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
+        self._outlines: dict[tuple, tuple[Outline | None, float]] = {}
         self._beside: dict[tuple, float] = {}
         self._mixtures: dict[tuple, Mixtures] = {}
+        self._of_chunks: dict[tuple, list[GroupPlan]] = {}
         self._limits: dict[tuple[str, NodeCounts], PlanLimit | None] = {}
         self._outlooks: Outlooks = Outlooks(
             self._pipelines, self._shapes, self._contenders, alike._outlooks if alike else None
@@ -454,28 +456,42 @@ class Planner:
         """
         key = plan.key, waits_s
         if key not in self._regions:
+            outline, least_s = self._outline(plan)
+            own = Region.around([(plan.capacity_req_s, plan.capacity_req_s)])
+            self._regions[key] = outline.region(max(least_s, waits_s or 0.0)) if outline else own
+        return self._regions[key]
+
+    def _outline(self, plan: GroupPlan) -> tuple[Outline | None, float]:
+        """What a colocated group with this plan can do, and the least seconds for which requests hold room
+        there that wait for the prompts of others; remembered."""
+        if plan.key not in self._outlines:
             pipeline, split = self._planned_pipeline("colocated", plan)
             chunk = plan.engine.chunk_tokens / self.problem.costs.isl
-            least_s = waiting_s(self._pipelines, pipeline, split)
-            self._regions[key] = region_of(
-                *(self._pipelines, pipeline, split, plan.batch, chunk, plan.capacity_req_s),
-                max(least_s, waits_s or 0.0),
-            )
-        return self._regions[key]
+            own = plan.batch, chunk, plan.capacity_req_s
+            outline = outline_of(self._pipelines, pipeline, split, *own)
+            self._outlines[plan.key] = outline, waiting_s(self._pipelines, pipeline, split)
+        return self._outlines[plan.key]
 
     def mixtures(self, plan: GroupPlan, waits_s: float | None = None) -> Mixtures:
         """What a colocated group with this plan can do for itself and for others (see `region`), with any
         size of chunks."""
         key = plan.key, waits_s
         if key not in self._mixtures:
+            plans = self._with_any_chunks(plan)
+            self._mixtures[key] = Mixtures.of(plans, [self.region(each, waits_s) for each in plans])
+        return self._mixtures[key]
+
+    def _with_any_chunks(self, plan: GroupPlan) -> list[GroupPlan]:
+        """This plan, and those with other sizes of chunks; remembered."""
+        if plan.key not in self._of_chunks:
             plans, room = [plan], int(plan.batch)
             pipeline, split = self._planned_pipeline("colocated", plan)
             for chunk in self._pipelines.chunks_for_others:
                 found = self._divisions.within_targets(pipeline, split, room, chunk)
                 if found and found.engine.chunk_tokens != plan.engine.chunk_tokens:
                     plans.append(_plan_of(plan.stages, found))
-            self._mixtures[key] = Mixtures.of(plans, [self.region(each, waits_s) for each in plans])
-        return self._mixtures[key]
+            self._of_chunks[plan.key] = plans
+        return self._of_chunks[plan.key]
 
     def _planned_pipeline(self, role: str, plan: GroupPlan) -> tuple[Pipeline, list[int]]:
         """The pipeline of a plan, and the layers of its stages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -101,30 +102,57 @@ def _room_kept(costs: CostModel, share: float, chunk: float, stages: Any, batch:
     return kept_prompts(share, chunk, stages, batch) * costs.isl / (costs.isl + costs.osl)
 
 
-def region_of(
-    pipelines: Pipelines,
-    pipeline: Pipeline,
-    split: list[int],
-    most: float,
-    chunk: float,
-    both: float,
-    waits_s: float,
-) -> Region:
-    """What a colocated replica with these layers can do.
+@dataclass(frozen=True)
+class Outline:
+    """What a colocated replica can do, before it is known for how long requests wait for the prompts of
+    others.
+
+    Attributes
+    ----------
+    both : its own requests/s, within the targets; balanced : the same by its times alone
+    prompts_only : with prompts only
+    sending : with a chunk in every step, if it computes more prompts than it decodes answers then
+    every_step, none : with a chunk in every step, and in none
+    answers : the most answers/s without prompts that a line from there allows
+    """
+
+    both: float
+    balanced: float
+    prompts_only: Point
+    sending: Point | None
+    every_step: Rates
+    none: Rates
+    answers: float
+
+    def region(self, waits_s: float) -> Region:
+        """The region where requests hold room for so long whose prompts others compute."""
+        answers = self.answers * (self.none.beside(waits_s)[1] / self.none.full[1])
+        both_phases = self.sending or self.every_step.beside(waits_s)
+        # Of its own requests alone, the plan knows better how prompts and answers come.
+        within = min(1.0, self.both / self.balanced)
+        corners = [(p * within, d * within) for p, d in (self.prompts_only, both_phases, (0.0, answers))]
+        found = Region.around([(self.both, self.both), *corners])
+        too_much = found.balanced > self.both * (1 + 1e-9)
+        return found.times(self.both / found.balanced) if too_much else found
+
+
+def outline_of(
+    pipelines: Pipelines, pipeline: Pipeline, split: list[int], most: float, chunk: float, both: float
+) -> Outline | None:
+    """What a colocated replica with these layers can do; None if it has no room for the prompts of others.
 
     Parameters
     ----------
     most : requests that it holds if it works for itself
     chunk : prompts in a mixed step, at most
     both : its own requests/s, within the targets
-    waits_s : for so long do requests hold room whose prompts others compute
     """
     costs, osl, stages = pipelines.problem.costs, pipelines.problem.costs.osl, len(split)
     room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
     # Those that take more answers than they compute prompts send nothing.
     taking, sending = (room - float(_room_kept(costs, share, chunk, stages, most)) for share in (0.0, 1.0))
     if min(most, sending) < 1:
-        return Region.around([(both, both)])
+        return None
 
     @cache
     def times(decodes: float) -> tuple[PhaseTimes, PhaseTimes]:
@@ -149,12 +177,7 @@ def region_of(
     for p, d in (point(none.batch / stages, share) for share in SHARES if stages > 1):
         if p < most_prompts:  # Where one step in a pipeline delays all, less than on a line in between.
             answers = min(answers, d + (d - every_step.full[1]) * p / (most_prompts - p))
-    answers *= none.beside(waits_s)[1] / none.full[1]
     takes = every_step.full[0] <= every_step.full[1]
-    both_phases = every_step.beside(waits_s) if takes else point(min(most, sending) / stages, 1.0)
-    # Of its own requests alone, the plan knows better how prompts and answers come.
+    sent = None if takes else point(min(most, sending) / stages, 1.0)
     balanced = pipelines.decode_pace(pipeline, split, int(most), chunk).capacity_req_s
-    within = min(1.0, both / balanced)
-    corners = [(p * within, d * within) for p, d in (prompts_only, both_phases, (0.0, answers))]
-    found = Region.around([(both, both), *corners])
-    return found if found.balanced <= both * (1 + 1e-9) else found.times(both / found.balanced)
+    return Outline(both, balanced, prompts_only, sent, every_step, none, answers)
