@@ -21,9 +21,9 @@ from hexgen2.search.stopping import GRACE_S, Stopping
 
 LATE = 0.8
 """Once this share of the time limit has passed, solutions of pure phases are taken as they are."""
-MIXED_S_PER_REPLICA = 8e-3
+MIXED_S_PER_REPLICA = 5e-3
 """Seconds that it takes to find out for the first time what replicas do for one another, for each of them, on
-a slow machine: 2 to 16 ms in fleets of 30 to 500."""
+a slow machine: 1 to 10 ms in fleets of 30 to 500."""
 S_PER_ROUTE = 4e-5
 """The same of each route where nobody does both phases."""
 
@@ -155,6 +155,13 @@ class SearchState:
         return (
             best is not None and not self.evaluator.knows(best.solution) and self.slow_to_mix(best.solution)
         )
+
+    def offer_mixed(self, share: float) -> None:
+        """Offer what the replicas of the best could do for one another, unless that is known or takes longer
+        than this share of the time left."""
+        best = self.incumbent.best
+        if best and not self.evaluator.knows(best.solution) and not self.slow_to_mix(best.solution, share):
+            self.offer(self.evaluator.evaluate(best.solution), "the best with replicas that work for others")
 
     @property
     def effort(self) -> float:

@@ -27,7 +27,7 @@ from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
-from hexgen2.search.partition.whole_nodes import first_look, whole_nodes, worth_more_mixed
+from hexgen2.search.partition.whole_nodes import first_look, whole_nodes
 from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Phases, Problem, Solution
 from hexgen2.search.ruin_and_recreate import RuinAndRecreate
@@ -216,9 +216,9 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
             evaluator.relaxed.stop = partial(state.stopping.spent, until)
             evaluator.relaxed.patient = state.stopping.time_limit_s is None
         else:
-            _offer_whole_nodes_mixed(state)
+            state.offer_mixed(FOR_MIXING)
     else:
-        _offer_whole_nodes_mixed(state)
+        state.offer_mixed(FOR_MIXING)
     params = evaluator.params
     large = len(evaluator.problem.usable) > params.large_gpus
     bound_last = not large and state.stopping.time_limit_s is None
@@ -268,15 +268,6 @@ def _offer_whole_nodes(state: SearchState) -> None:
             divide = stopping.time_limit_s is not None
             first = whole_nodes(evaluator, role, stop, stopping.too_late, stop_joining, divide)
             state.offer(first_look(evaluator, first), "start with whole nodes")
-
-
-def _offer_whole_nodes_mixed(state: SearchState) -> None:
-    """Offer what the replicas of a first answer could do for one another, if there is time to find out."""
-    evaluator, best = state.evaluator, state.incumbent.best
-    if best is None or not worth_more_mixed(evaluator, best.solution):
-        return
-    if not state.slow_to_mix(best.solution, FOR_MIXING):
-        state.offer(evaluator.evaluate(best.solution), "start with whole nodes")
 
 
 def _keep_time_for_a_look(state: SearchState) -> None:

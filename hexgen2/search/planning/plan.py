@@ -436,7 +436,7 @@ class Planner:
     def decodes_beside(self, plan: GroupPlan, waits_s: float) -> float:
         """Requests/s of a decode replica for which others compute prompts for so long; at most what it was
         planned with."""
-        key = plan.key, waits_s
+        key = self._alike(plan), waits_s
         if key not in self._beside:
             pipeline, split = self._planned_pipeline("decode", plan)
             pace = self._pipelines.decode_pace(pipeline, split, plan.batch)
@@ -454,7 +454,7 @@ class Planner:
         waits_s : for so long do requests hold room that wait for the prompts of others; None: as if these
             replicas were like this one, the least that is assumed
         """
-        key = plan.key, waits_s
+        key = self._alike(plan), waits_s
         if key not in self._regions:
             outline, least_s = self._outline(plan)
             own = Region.around([(plan.capacity_req_s, plan.capacity_req_s)])
@@ -464,13 +464,22 @@ class Planner:
     def _outline(self, plan: GroupPlan) -> tuple[Outline | None, float]:
         """What a colocated group with this plan can do, and the least seconds for which requests hold room
         there that wait for the prompts of others; remembered."""
-        if plan.key not in self._outlines:
+        key = self._alike(plan)
+        if key not in self._outlines:
             pipeline, split = self._planned_pipeline("colocated", plan)
             chunk = plan.engine.chunk_tokens / self.problem.costs.isl
             own = plan.batch, chunk, plan.capacity_req_s
             outline = outline_of(self._pipelines, pipeline, split, *own)
-            self._outlines[plan.key] = outline, waiting_s(self._pipelines, pipeline, split)
-        return self._outlines[plan.key]
+            self._outlines[key] = outline, waiting_s(self._pipelines, pipeline, split)
+        return self._outlines[key]
+
+    def _alike(self, plan: GroupPlan) -> tuple:
+        """What a plan has in common with those of equal stages on other nodes of the same kinds, with links
+        of the same kinds between them."""
+        kind = self.problem.node_kind
+        stages = tuple((kind[stage.node], *stage[1:]) for stage in plan.stages)
+        hops = tuple(self._link_kind[a.node][b.node] for a, b in itertools.pairwise(plan.stages))
+        return stages, hops, plan.batch, plan.engine, plan.capacity_req_s
 
     def mixtures(self, plan: GroupPlan, waits_s: float | None = None) -> Mixtures:
         """What a colocated group with this plan can do for itself and for others (see `region`), with any
