@@ -177,7 +177,7 @@ def _least_line_s(
 
 def _by_stages(stages: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """The rows of pipelines with so many stages each, where there are several."""
-    for count in np.unique(stages).tolist():
+    for count in sorted(set(stages.tolist())):
         if count > 1:
             yield count, np.flatnonzero(stages == count)
 

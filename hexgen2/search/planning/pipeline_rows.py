@@ -183,7 +183,7 @@ class StepTimes:
 
 def _numbered(kinds: np.ndarray) -> tuple[list[int], np.ndarray]:
     """The different kinds in [n, s], and where in that list each is; where there is NONE, its length."""
-    found = np.unique(kinds)
+    found = np.unique(kinds, return_index=True)[0]  # Without indices, numpy imports numpy.ma: 20 ms.
     found = found[found != NONE]
     return found.tolist(), np.where(kinds == NONE, len(found), np.searchsorted(found, kinds))
 
