@@ -57,6 +57,8 @@ CERTIFIED_FROM = 0.9
 """Not once this share of it has passed: such a program takes longer."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
+BOUND_REFINED, BOUND_TAKEN = 0.94, 0.97
+"""Until these shares of the time limit the bound is refined beside the search, and waited for."""
 LISTED, PARTS_LISTED = 0.25, 0.82
 """Once this share of the time limit has passed, the linear program does with the columns listed so far; the
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
@@ -240,7 +242,8 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
         if by_parts:
             explore_parts(state, seed)
         elif flexible:
-            _mix(state, others, _begin_certificate if certified else _refine_bound if bound_last else None)
+            beside = _refine_bound if bound_last or limited else None
+            _mix(state, others, _begin_certificate if certified else beside)
             settle(state, seed)
         else:
             climb_from_starts(state)
@@ -248,7 +251,7 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
                 _refine_bound(state, others)
             settle(state, seed)
         if REFINED_BOUND in others and not state.incumbent.proved:
-            state.bounded_by(others[REFINED_BOUND].result())
+            _take_bound(state, others[REFINED_BOUND])
         if PARTITIONS in others and not state.incumbent.proved:
             _take_partitions(state, others[PARTITIONS])
         if certified and _open(state):
@@ -282,10 +285,22 @@ def _keep_time_for_a_look(state: SearchState) -> None:
 
 
 def _refine_bound(state: SearchState, others: dict[str, Background]) -> None:
-    """Refine the bound beside the search, as far as the best so far asks for."""
-    if state.incumbent.best and not state.incumbent.proved:
-        refined = partial(_refined_bound, state.evaluator.relaxed.apart(), state.best_req_s, REFINED)
-        others[REFINED_BOUND] = Background(refined)
+    """Refine the bound beside the search, as far as the best so far asks for; with a time limit, on another
+    core, if one is free, and as far as time allows."""
+    limited = state.stopping.time_limit_s is not None
+    if state.incumbent.best and not state.incumbent.proved and (free_cores() or not limited):
+        relaxed = state.evaluator.relaxed.apart()
+        if limited:
+            relaxed.stop = partial(state.stopping.spent, BOUND_REFINED)
+        gap = OPEN_GAP if limited else REFINED
+        others[REFINED_BOUND] = Background(partial(_refined_bound, relaxed, state.best_req_s, gap))
+
+
+def _take_bound(state: SearchState, refined: Background[UpperBound]) -> None:
+    """Take a bound that was refined beside the search, if it is there in time."""
+    refined.wait(partial(state.stopping.spent, BOUND_TAKEN))
+    if refined.done:
+        state.bounded_by(refined.result())
 
 
 def _begin_certificate(state: SearchState, others: dict[str, Background]) -> None:
