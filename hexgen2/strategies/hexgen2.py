@@ -59,12 +59,12 @@ REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
 BOUND_REFINED, BOUND_TAKEN = 0.94, 0.97
 """Until these shares of the time limit the bound is refined beside the search, and waited for."""
-LISTED, PARTS_LISTED = 0.25, 0.82
+LISTED, PARTS_LISTED = 0.42, 0.82
 """Once this share of the time limit has passed, the linear program does with the columns listed so far; the
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
-PARTS_BOUNDED, BOUND_AT_LEAST = 0.4, 0.05
-"""The share of the time limit after which such a search leaves planning groups for the bound to its end; it
-has the second for that in any case."""
+BOUNDED, PARTS_BOUNDED, BOUND_AT_LEAST = 0.25, 0.4, 0.05
+"""The share of the time limit after which the search leaves planning groups for the bound to its end, the
+second part by part; it has the third for that in any case."""
 FIRST, AFTER_JOINING = 0.15, 0.35
 """Share of the time limit for joining nodes for a first answer of colocated replicas, and for one of the
 others, from when start-up is over; and how much more for nodes in which the model fits."""
@@ -211,31 +211,28 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
     by_parts = has_parts(evaluator) and state.budget is None
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
     evaluator.relaxed.over = state.stopping.out_of_time
-    if by_parts:
-        evaluator.relaxed.hopeless = _Hopeless(state.stopping)
-        if evaluator.relaxed.list_columns():
-            until = max(PARTS_BOUNDED, state.stopping.spent_share + BOUND_AT_LEAST)
-            evaluator.relaxed.stop = partial(state.stopping.spent, until)
-            evaluator.relaxed.patient = state.stopping.time_limit_s is None
-        else:
-            state.offer_mixed(FOR_MIXING)
-    else:
+    evaluator.relaxed.hopeless = _Hopeless(state.stopping, PARTS_LISTED if by_parts else LISTED)
+    if not by_parts:
         state.offer_mixed(FOR_MIXING)
-    params = evaluator.params
+    if evaluator.relaxed.list_columns():
+        until = max(PARTS_BOUNDED if by_parts else BOUNDED, state.stopping.spent_share + BOUND_AT_LEAST)
+        evaluator.relaxed.stop = partial(state.stopping.spent, until)
+        evaluator.relaxed.patient = not by_parts or state.stopping.time_limit_s is None
+    elif by_parts:
+        state.offer_mixed(FOR_MIXING)
+    params, began = evaluator.params, max(BOUNDED, state.stopping.spent_share)
     large = len(evaluator.problem.usable) > params.large_gpus
     bound_last = not large and state.stopping.time_limit_s is None
     if bound_last:
         evaluator.relaxed.enough = math.inf
     others: dict[str, Background] = {}
     flexible = evaluator.problem.phases == "flexible" and not by_parts
-    if flexible:
-        evaluator.relaxed.list_columns()  # All of them share these.
     limited = state.stopping.time_limit_s is not None
     if not by_parts and (certified or (limited and free_cores())) and partitions_matter(state):
         others[PARTITIONS] = Background(partial(search_partitions, state))
     if flexible:
-        known = state.best_req_s
-        others |= {phases: Background(partial(_search_pure, state, phases, seed, known)) for phases in PURE}
+        known = state.best_req_s, began
+        others |= {phases: Background(partial(_search_pure, state, phases, seed, *known)) for phases in PURE}
     try:
         state.bounded_by(evaluator.relaxed.upper_bound())
         state.spend(params.effort * _patience(state), params.close_gap if large else 0.0)
@@ -243,7 +240,7 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
             explore_parts(state, seed)
         elif flexible:
             beside = _refine_bound if bound_last or limited else None
-            _mix(state, others, _begin_certificate if certified else beside)
+            _mix(state, others, began, _begin_certificate if certified else beside)
             settle(state, seed)
         else:
             climb_from_starts(state)
@@ -318,12 +315,13 @@ def _certificate_of(state: SearchState, relaxed: Relaxations) -> Callable[[Repor
 def _mix(
     state: SearchState,
     others: dict[str, Background],
+    began: float,
     begin: Callable[[SearchState, dict[str, Background]], None] | None,
 ) -> None:
     """Offer what is near the linear program's start and the best solutions of pure phases. Once these are
-    known, something else may begin beside that."""
+    known, something else may begin beside that. It began once this share of the time limit had passed."""
     params, patience, whole = state.evaluator.params, _patience(state), state.stopping
-    state.stopping = whole.only_until(LINEAR_UNTIL)
+    state.stopping = whole.only_until(_later(began, LINEAR_UNTIL))
     state.spend(params.effort * patience, stale_effort=params.linear_effort * patience)
     try:
         climb_from_linear(state)
@@ -367,11 +365,11 @@ def _refined_bound(relaxed: Relaxations, best_req_s: float, gap: float, report: 
 
 
 class _Hopeless:
-    """Whether not all columns of a large cluster will be listed in time, at the pace since this was asked for
-    the first time: what comes before that takes longer."""
+    """Whether not all columns will be listed by this share of the time limit, at the pace since this was asked
+    for the first time: what comes before that takes longer."""
 
-    def __init__(self, stopping: Stopping) -> None:
-        self._stopping = stopping
+    def __init__(self, stopping: Stopping, listed: float) -> None:
+        self._stopping, self._listed = stopping, listed
         self._first: tuple[float, float] | None = None
 
     def __call__(self, listed: float) -> bool:
@@ -383,7 +381,13 @@ class _Hopeless:
         if listed <= before:
             return False
         over = spent + (1 - listed) * (spent - began) / (listed - before)
-        return spent > LISTED and over > PARTS_LISTED and self._stopping.spent(0.0)
+        return spent > BOUNDED and over > self._listed and self._stopping.spent(0.0)
+
+
+def _later(began: float, share: float) -> float:
+    """This share of the time limit, where the columns are listed once BOUNDED has passed; later, if they were
+    listed later."""
+    return began + (share - BOUNDED) / (1 - BOUNDED) * (1 - began)
 
 
 def _patience(state: SearchState) -> float:
@@ -391,14 +395,15 @@ def _patience(state: SearchState) -> float:
 
 
 def _search_pure(
-    state: SearchState, phases: Phases, seed: int, known_req_s: float, report: Report
+    state: SearchState, phases: Phases, seed: int, known_req_s: float, began: float, report: Report
 ) -> PureFound:
     """The best found among solutions with these phases only. Every improvement is reported. Where it is far
     less than what is known otherwise, it is only looked for near two starts."""
     params, patience = state.evaluator.params, _patience(state)
     if phases == "disaggregated" and len(state.evaluator.problem.usable) < 2:
         return PureFound(None, state.stopping.again())
-    pure = state.restricted_to(phases, *PURE_UNTIL[phases])
+    listed, until = (_later(began, share) for share in PURE_UNTIL[phases])
+    pure = state.restricted_to(phases, listed, until)
     pure.progress = lambda now: report(now.incumbent.best)
     stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
     if phases == "colocated" and len(state.evaluator.planner.classes.nodes) > MANY_UNLIKE:
