@@ -365,8 +365,8 @@ def _refined_bound(relaxed: Relaxations, best_req_s: float, gap: float, report: 
 
 
 class _Hopeless:
-    """Whether not all columns will be listed by this share of the time limit, at the pace since this was asked
-    for the first time: what comes before that takes longer."""
+    """Whether not all columns will be listed by this share of the time limit, at the pace since this was
+    first asked: what comes before takes longer."""
 
     def __init__(self, stopping: Stopping, listed: float) -> None:
         self._stopping, self._listed = stopping, listed
