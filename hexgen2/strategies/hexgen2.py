@@ -11,12 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from cost_model.errors import InfeasibleError
-from hexgen2.cluster import Cluster
 from hexgen2.goal import OBJECTIVES
 from hexgen2.placement import Placement
 from hexgen2.search.background import Background, Report, free_cores, gather
@@ -34,7 +31,7 @@ from hexgen2.search.ruin_and_recreate import RuinAndRecreate
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
-from hexgen2.strategies.base import SearchOptions, promised, run_search
+from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.latency import explore_latency
 from hexgen2.strategies.partitions import (
     PartitionsFound,
@@ -92,10 +89,6 @@ NEAR = 0.7
 would take longest there, and end behind."""
 PATIENCE = 10.0
 """A time limit allows so many times the effort."""
-CHEAPEST_TRIES = 4
-"""How often a rental is looked for that also keeps the targets in the simulator."""
-HEADROOM = 1.01
-"""So much more load is planned for than the simulator asks for, so that the next rental is not short too."""
 
 
 class PureFound(NamedTuple):
@@ -117,50 +110,10 @@ class Certificate(NamedTuple):
 def search(problem: Problem, options: SearchOptions) -> Placement:
     """The best placement found; see SearchOptions and run_search for limits and errors."""
     if problem.goal.objective == "cost" and problem.targets.given and options.simulated:
-        return _cheapest_that_keeps_targets(problem, options)
+        from hexgen2.strategies.within_targets import cheapest_within_targets
+
+        return cheapest_within_targets(problem, options, _search)
     return _search(problem, options)
-
-
-def _cheapest_that_keeps_targets(problem: Problem, options: SearchOptions) -> Placement:
-    """The cheapest rental found that serves the load within the targets in the simulator: formulas plan for a
-    larger load until it does. After CHEAPEST_TRIES, the one that comes closest."""
-    goal, stopping = problem.goal, Stopping(options.time_limit_s)
-    assert goal.request_rate is not None
-    planned, most, best, least_per_hour = goal.request_rate, -1.0, None, None
-    for _ in range(CHEAPEST_TRIES):
-        asked = replace(problem, goal=goal.model_copy(update={"request_rate": planned}))
-        left = replace(options, simulated=False, time_limit_s=stopping.time_left_s)
-        try:
-            found = _search(asked, left)
-        except (InfeasibleError, KeyboardInterrupt) as error:
-            if best is None:
-                raise
-            if isinstance(error, KeyboardInterrupt):
-                stopping.interrupt()
-            break
-        if best is None:
-            least_per_hour = found.bound.price_per_hour
-        found = found.model_copy(
-            update={
-                "goal": goal,
-                "bound": found.bound.model_copy(update={"price_per_hour": least_per_hour}),
-            }
-        )
-        cluster = Cluster.from_spec(found.cluster)
-        try:
-            found = promised([found], cluster, options.seed, stopping)
-        except KeyboardInterrupt:  # The rental by formulas, without a promise.
-            stopping.interrupt()
-        kept = found.goodput.goodput_req_s if found.goodput and found.goodput.goodput_req_s else 0.0
-        if kept > most:
-            best, most = found, kept
-        if kept >= goal.request_rate or found.search.cut or stopping.out_of_time():
-            break
-        planned *= HEADROOM * min(2.0, goal.request_rate / max(kept, goal.request_rate / 2))
-    assert best is not None
-    cut = best.search.cut or stopping.cut
-    record = best.search.model_copy(update={"seconds": stopping.elapsed_s, "cut": cut})
-    return best.model_copy(update={"search": record})
 
 
 def _search(problem: Problem, options: SearchOptions) -> Placement:

@@ -76,7 +76,7 @@ class ColumnGeneration:
 
     Parameters
     ----------
-    solve : the optimum over all of the columns that it is given; no duals if there is none
+    bought : [r] the rows of GPUs and prices
     """
 
     def __init__(self, matrix: MatrixColumns, bought: np.ndarray) -> None:

@@ -329,7 +329,7 @@ class ConfigurationLP:
 
     def _arrays(self, columns: Sequence[Column], budget: float = INFINITY) -> Arrays:
         """The program's gain [n], matrix [r, n] and limits of the rows [r]."""
-        (row, value, variable), counts = self._joined(columns, 0)
+        (row, value, variable), counts = self._joined(columns, divided=False)
         mixed = np.array([column.region is not None for column in columns], dtype=bool)
         own = len(self._rows) + np.cumsum(mixed) - mixed
         numbers = np.concatenate([np.zeros(self._first, dtype=int), own, np.repeat(own[mixed], counts)])
@@ -338,25 +338,23 @@ class ConfigurationLP:
 
     def _divided_arrays(self, columns: Sequence[Column], budget: float) -> Arrays:
         """The same where groups can be divided: each corner of a mixed column takes its groups by itself, so
-        that no row counts them, and such a program is solved in a tenth of the time. The column's own
+        that no row counts them, and such a program is solved in less than half the time. The column's own
         variable is that of groups which do nothing but handle KV caches."""
-        (row, value, variable), counts = self._joined(columns, 1)
+        (row, value, variable), counts = self._joined(columns, divided=True)
         kept = row != OWN
         return self._with_rows(
             row[kept], value[kept], variable[kept], self._first + len(columns) + sum(counts), budget, 0
         )
 
-    def _joined(self, columns: Sequence[Column], of_corners: int) -> Corners:
-        """All entries of the program; how many corners each mixed column has, each of which takes the groups
-        of its column so many times."""
-        before, corners = Entries.of(self._before_columns), self._matrix.corners(columns)
-        mixed, first = [column for column in columns if column.region is not None], self._first
-        entries = before.then(self._matrix.entries(columns), first).then(
-            corners.entries, first + len(columns)
-        )
-        if of_corners and mixed:
-            groups = self._matrix.entries(mixed, corners.counts)
-            entries = entries.then(groups, first + len(columns))
+    def _joined(self, columns: Sequence[Column], divided: bool) -> Corners:
+        """All entries of the program, and how many corners each mixed column has. If groups are divided, each
+        corner has those of its column, too."""
+        first, corners = self._first, self._matrix.corners(columns)
+        entries = Entries.of(self._before_columns).then(self._matrix.entries(columns), first)
+        entries = entries.then(corners.entries, first + len(columns))
+        if divided:
+            mixed = [column for column in columns if column.region is not None]
+            entries = entries.then(self._matrix.entries(mixed, corners.counts), first + len(columns))
         return Corners(entries, corners.counts)
 
     def _with_rows(
