@@ -187,8 +187,9 @@ class Evaluator:
         total = _capacity(prefill) + _capacity(decode) + _capacity(colocated)
         return (found.req_s + alone) * (1 + ROUNDING) + self.params.plateau_share * total
 
-    def reordered(self, evaluation: Evaluation) -> Evaluation:
-        """The same solution with the stage orders that suit its KV routes best, if the routes limit it."""
+    def reordered(self, evaluation: Evaluation, stop: Callable[[], bool] = lambda: False) -> Evaluation:
+        """The same solution with the stage orders that suit its KV routes best, if the routes limit it, as
+        far as there is time."""
         if evaluation.network.routes.size > MANY_PAIRS:
             return evaluation
         limit = min(evaluation.network.prefill.sum(), evaluation.network.decode.sum())
@@ -198,7 +199,7 @@ class Evaluator:
         self._reordered_keys.add(key)
         if evaluation.mixed:
             return evaluation
-        self._evaluated[key] = self.orders.improved(evaluation, self)
+        self._evaluated[key] = self.orders.improved(evaluation, self, stop)
         return self._evaluated[key]
 
     def at_full_load(self, evaluation: Evaluation) -> Evaluation:

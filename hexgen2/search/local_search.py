@@ -31,7 +31,7 @@ FULL = 1 - 1e-6
 def refine(state: SearchState, start: Solution, label: Step | str) -> Evaluation:
     """Climb from `start` until no step improves the score; the state keeps the best seen."""
     evaluator = state.evaluator
-    current = evaluator.reordered(evaluator.evaluate(start))
+    current = evaluator.reordered(evaluator.evaluate(start), state.stopping.out_of_time)
     state.offer(current, label)
     while not state.finished():
         better = _best_step(state, current, guided_steps(evaluator, current, state.budget))
@@ -39,7 +39,7 @@ def refine(state: SearchState, start: Solution, label: Step | str) -> Evaluation
             better = _best_step(state, current, all_steps(evaluator, current, state.budget))
         if better is None:
             break
-        step, current = better[0], evaluator.reordered(better[1])
+        step, current = better[0], evaluator.reordered(better[1], state.stopping.out_of_time)
         state.offer(current, step)
     return current
 

@@ -98,7 +98,7 @@ def _made(state: SearchState, changes: list[_Change]) -> bool:
         groups += change.after
     tried = state.evaluator.evaluate(Solution(tuple(groups)), best)
     around = ", ".join(str(change.nodes[0]) for change in changes)
-    state.offer(state.evaluator.reordered(tried), f"search around node {around}")
+    state.offer(state.evaluator.reordered(tried, state.stopping.out_of_time), f"search around node {around}")
     return state.incumbent.best is not best
 
 

@@ -82,7 +82,7 @@ def _hopeful(state: SearchState, solution: Solution, current: Evaluation) -> Eva
         return None
     if not exceeds(evaluator.limit_by_links(solution, current), threshold):
         return None
-    return evaluator.reordered(evaluator.evaluate(solution, current))
+    return evaluator.reordered(evaluator.evaluate(solution, current), state.stopping.out_of_time)
 
 
 def _ruins(problem: Problem) -> list[tuple[str, Ruin]]:

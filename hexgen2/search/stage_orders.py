@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -41,13 +42,15 @@ class StageOrders:
         self._params, self._planner = params, planner
         self._orders: dict[tuple, list[GroupPlan]] = {}
 
-    def improved(self, start: Evaluation, flows: Flows) -> Evaluation:
+    def improved(
+        self, start: Evaluation, flows: Flows, stop: Callable[[], bool] = lambda: False
+    ) -> Evaluation:
         """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).
 
         An order is judged by what it takes of the full links at their duals, and a little by the transfer
         time, to all partners, each weighted by its capacity; so the flow is solved once per round. Such a
         climb may end early, so it also starts where all pipelines of one side, or both, are turned round,
-        whichever is best.
+        whichever is best. Once it is time to stop, replicas keep the order that they have.
         """
         sides = [(side, tuple(map(self._turned, side))) for side in (start.prefill, start.decode)]
         ways = [
@@ -55,7 +58,10 @@ class StageOrders:
             for prefill, decode in list(dict.fromkeys(itertools.product(*sides)))[1:]
         ]
         starts = [start, *greatest(ways, lambda way: way.score)[:1]]
-        return greatest([self._climb(way, flows) for way in starts], lambda way: way.score)[0]
+        return greatest(
+            [self._climb(way, flows, stop) for way in starts if way is start or not stop()],
+            lambda way: way.score,
+        )[0]
 
     def _turned(self, replica: PlannedReplica) -> PlannedReplica:
         """The replica with its stages in the opposite order, if that keeps its capacity."""
@@ -63,12 +69,18 @@ class StageOrders:
         plans = (plan for plan in self.of(replica) if tuple(s.shape for s in plan.stages) == wanted)
         return replace(replica, plan=next(plans, replica.plan))
 
-    def _climb(self, start: Evaluation, flows: Flows) -> Evaluation:
+    def _climb(self, start: Evaluation, flows: Flows, stop: Callable[[], bool]) -> Evaluation:
         best = start
         for _ in range(self._params.reorder_rounds):
+            if stop():
+                break
             duals = flows.duals(best)
-            prefill = tuple(self._reordered(p, best.decode, flows, duals, True) for p in best.prefill)
-            decode = tuple(self._reordered(d, prefill, flows, duals, False) for d in best.decode)
+            prefill = tuple(
+                p if stop() else self._reordered(p, best.decode, flows, duals, True) for p in best.prefill
+            )
+            decode = tuple(
+                d if stop() else self._reordered(d, prefill, flows, duals, False) for d in best.decode
+            )
             tried = flows.with_plans(best.solution, prefill, decode, best.colocated)
             if not exceeds(tried.score, best.score):
                 break
