@@ -395,7 +395,7 @@ class Evaluator:
     def _near_pairs(
         self, senders: tuple[PlannedReplica, ...], receivers: tuple[PlannedReplica, ...]
     ) -> np.ndarray | None:
-        """[S, R] between which replicas there are to be routes: with more pairs than MANY_PAIRS, between
+        """[S, R] between which replicas there are to be routes: with more pairs than NEAR_PAIRS, between
         those in one part of the cluster, and some in others, so that parts help each other out; None for
         all."""
         if len(senders) * len(receivers) <= NEAR_PAIRS:

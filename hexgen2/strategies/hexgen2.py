@@ -196,7 +196,10 @@ def explore(state: SearchState, seed: int, certified: bool = False, simulated: b
             _mix(state, others, began, _begin_certificate if certified else beside)
             settle(state, seed)
         else:
-            climb_from_starts(state)
+            climb_from_linear(state)
+            if limited and not certified:
+                _refine_bound(state, others)
+            climb_from_other_starts(state)
             if bound_last and not certified:
                 _refine_bound(state, others)
             settle(state, seed)

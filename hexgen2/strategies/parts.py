@@ -51,7 +51,7 @@ TURN = 60.0
 AT_ONCE, MOST_AT_ONCE = 0.35, 400
 """The share of the time left in which the best start is refined as a whole, before neighbourhoods are; not on
 more GPUs."""
-FOR_MIXING = 0.8
+START_MIXED = 0.8
 """The share of the time left in which the best start is mixed, if it was not."""
 ALL_BUT_OUTPUT = 0.9
 """The share of the time limit after which a search of one kind of phases alone does with the parts so far."""
@@ -195,7 +195,7 @@ def _alternate(state: SearchState, seed: int) -> None:
     refined as a whole."""
     if state.incumbent.best is None or state.finished():
         return
-    state.offer_mixed(FOR_MIXING)
+    state.offer_mixed(START_MIXED)
     ways: list[RuinAndRecreate | Neighbourhoods] = [Neighbourhoods(state, seed)]
     if state.evaluator.relaxed.list_columns():
         # What the linear program knows helps most where KV caches need not stay near.

@@ -32,6 +32,7 @@ all of it each.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -93,6 +94,13 @@ class ConfigurationLP:
         self._bought = np.zeros(len(self._rows), dtype=bool)
         self._bought[[self._price_row, *(row for rows in self._gpu_row for row, _ in rows.values())]] = True
         self._generation = ColumnGeneration(self._matrix, self._bought)
+
+    def apart(self) -> ConfigurationLP:
+        """The same program, whose solutions begin where these do by now, and later where its own do: what is
+        found in the background does not depend on what is found here meanwhile."""
+        other = copy.copy(self)
+        other._generation = copy.copy(self._generation)
+        return other
 
     def _row(self, low: float, high: float) -> int:
         """Add a row with these limits; its number."""

@@ -82,9 +82,10 @@ class Relaxations:
         self._listed = [c if mixes else c.alone for c in listed if c.role in roles], complete
 
     def apart(self) -> Relaxations:
-        """The same relaxations, whose further plans neither count nor show in these."""
+        """The same relaxations, whose further plans and solutions neither count nor show in these."""
         other = copy.copy(self)
         other.columns = list(self.columns)
+        other._lp, other._kv_free_lp = self._lp.apart(), self._kv_free_lp.apart()
         other._planner = self._planner.counting_anew()
         return other
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import problems
+from problems import problem_from, problems
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
@@ -65,6 +65,23 @@ def test_some_columns_at_a_time_have_the_optimum_of_all(problem, sizes, planned)
                     assert used.any() and (worth[used] >= 1 - 1e-5).all()
     finally:
         column_generation.FEW, column_generation.TAKEN_IN = few, taken
+
+
+def test_a_program_apart_changes_nothing_in_the_other(monkeypatch):
+    """The columns with which the next program begins are its own."""
+    monkeypatch.setattr(column_generation, "FEW", 3)
+    spec = {"nodes": [{"name": f"n{k}", "accelerators": "A100-80GB:4"} for k in range(3)]}
+    spec["network"] = {"default": {"bandwidth_gbit_s": 25, "latency_us": 50}}
+    problem = problem_from({"name": "three", **spec}, "opt-30b", "HPLD")
+    relaxed = Evaluator(problem).relaxed
+    lp, columns = ConfigurationLP(relaxed.classes), relaxed.columns
+    lp.solve(columns)
+    near = set(lp._generation._near)
+    apart = lp.apart()
+    assert near and apart._generation._near == near
+    others = [column.worth(0.1) if k % 3 else column for k, column in enumerate(columns)]
+    apart.solve(others)
+    assert apart._generation._near != near and lp._generation._near == near
 
 
 def test_bills_count_the_best_corner_and_nothing_for_a_column_s_own_row():
