@@ -129,13 +129,9 @@ def search(
     began_s = time.monotonic()
     from dataclasses import replace
 
-    from hexgen2.export.vllm_command import check_vllm
     from hexgen2.goal import Goal, check_goal, make_goal
-    from hexgen2.search.layer_ranges.case import load_case
-    from hexgen2.search.layer_ranges.from_case import problem_of_case
     from hexgen2.search.problem import make_problem
-    from hexgen2.strategies.baselines.layer_ranges import NAMES
-    from hexgen2.strategies.registry import CHOOSE_PHASES, find_strategy, phases_of
+    from hexgen2.strategies.registry import CHOOSE_PHASES, RANGES, find_strategy, phases_of
 
     find = find_strategy(strategy)
     options = objective, request_rate, ttft_ms, tpot_ms, budget_per_hour, frontier
@@ -148,7 +144,7 @@ def search(
     if phases is not None and strategy not in CHOOSE_PHASES:
         remedy = f"leave it out, or use {' or '.join(CHOOSE_PHASES)}"
         raise InputError("--phases", phases, f"does not go with --strategy {strategy}", remedy)
-    ranges = strategy in NAMES
+    ranges = strategy in RANGES
     if latency_aware and strategy != "helix":
         problem_text = f"does not go with --strategy {strategy}"
         raise InputError("--latency-aware", "", problem_text, "use --strategy helix")
@@ -160,6 +156,9 @@ def search(
     if robust and goal.rents:
         raise InputError("--robust", "", "does not choose what to rent", "leave it out, or give no --budget")
     if case is not None:
+        from hexgen2.search.layer_ranges.case import load_case
+        from hexgen2.search.layer_ranges.from_case import problem_of_case
+
         problem = problem_of_case(
             load_case(str(case)), partial_inference is not False, workload, isl, osl, cost_model
         )
@@ -179,6 +178,8 @@ def search(
     left_s = _time_left_s(time_limit_s, began_s)
     placement = find(problem, _search_options(seed, left_s, certify, progress, robust))
     if engine == "vllm":
+        from hexgen2.export.vllm_command import check_vllm
+
         check_vllm(placement, f"the placement of {strategy}")
     return _checked(placement)
 

@@ -22,7 +22,7 @@ from cost_model.operators.all_reduce import all_reduce_s
 from cost_model.operators.attention import decode_attention_s, prefill_attention_s
 from cost_model.operators.cards import Card, card_of, stand_in
 from cost_model.operators.experts import Distribution, experts_s
-from cost_model.operators.gemm import gemm_s
+from cost_model.operators.gemm import Weights
 from cost_model.operators.mla import DEEPSEEK_V3, MlaShape, mla_decode_s, mla_prefill_s
 from cost_model.operators.numbers import Fitted, MlaNumbers, OperatorFits, shipped
 
@@ -64,6 +64,7 @@ class Operators:
     def __init__(self, accelerator: Accelerator, fits: OperatorFits) -> None:
         self.accelerator, self.fits = accelerator, fits
         self._choices: dict[tuple[str, str], Choice] = {}
+        self._weights: dict[tuple[float, float, WeightType], Weights] = {}
         self._cards: dict[WeightType, Card] = {
             weights: card_of(accelerator, weights) for weights in WEIGHT_BYTES
         }
@@ -75,8 +76,12 @@ class Operators:
 
     def gemm_s(self, m: float, n: float, k: float, weights: WeightType = "bf16") -> float:
         """Seconds of m x k activations times k x n weights."""
-        numbers = self._numbers("gemm", weights)
-        return gemm_s(numbers, self._cards[weights], m, n, k)
+        key = n, k, weights
+        known = self._weights.get(key)
+        if known is None:
+            known = Weights.of(self._numbers("gemm", weights), self._cards[weights], n, k)
+            self._weights[key] = known
+        return known.gemm_s(m)
 
     def prefill_attention_s(
         self,

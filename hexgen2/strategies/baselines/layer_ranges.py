@@ -23,7 +23,6 @@ from hexgen2.search.stopping import Stopping
 from hexgen2.strategies.base import SearchOptions, before_output_s
 
 HELIX, PETALS, SWARM, SEPARATE = "helix", "petals", "swarm", "separate-pipelines"
-NAMES = (HELIX, PETALS, SWARM, SEPARATE)
 """The strategies that place ranges of layers."""
 
 

@@ -14,7 +14,7 @@ import hexgen2
 from hexgen2.search.layer_ranges.case import load_case
 from hexgen2.search.layer_ranges.from_case import problem_of_case
 from hexgen2.search.layer_ranges.max_flow import FlowValue
-from hexgen2.strategies.baselines.layer_ranges import NAMES
+from hexgen2.strategies.registry import RANGES
 
 CASE = Path(__file__).parents[2] / "support" / "helix_case.json"
 ARTIFACT = os.environ.get("HELIX_CASES", "")
@@ -31,7 +31,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_each_node_is_a_replica_of_one_stage(case):
-    for strategy in NAMES:
+    for strategy in RANGES:
         found = hexgen2.search(case=f"{CASE}#small", strategy=strategy)
         check_placement(found)
         assert found.strategy == strategy and found.throughput.total_tok_s is not None
@@ -131,7 +131,7 @@ def test_too_few_layers_are_infeasible(tmp_path, case):
     case["layers"] = 40
     path = tmp_path / "case.json"
     path.write_text(json.dumps(case))
-    for strategy in NAMES:
+    for strategy in RANGES:
         code, _, err = run("search", "--strategy", strategy, "--case", str(path))
         assert code == 3 and "no feasible placement" in err
 

@@ -8,7 +8,7 @@ import pytest
 
 import hexgen2
 from hexgen2.checks import violations
-from hexgen2.strategies.baselines.layer_ranges import NAMES
+from hexgen2.strategies.registry import RANGES
 
 CASE = f"{Path(__file__).parents[2] / 'support' / 'helix_case.json'}#small"
 FEW = 4.0
@@ -22,7 +22,7 @@ def searched(strategy):
     )
 
 
-@pytest.mark.parametrize("strategy", [name for name in NAMES if name != "separate-pipelines"])
+@pytest.mark.parametrize("strategy", [name for name in RANGES if name != "separate-pipelines"])
 def test_they_do_without_what_is_lost_and_take_back_what_returns(strategy):
     before = searched(strategy)
     gone = before.replicas[0].gpus

@@ -18,7 +18,7 @@ from cost_model.errors import InputError
 from hexgen2.goal import make_goal
 from hexgen2.search.problem import make_problem
 from hexgen2.strategies.base import SearchOptions
-from hexgen2.strategies.baselines.layer_ranges import NAMES as LAYER_RANGES
+from hexgen2.strategies.registry import RANGES as LAYER_RANGES
 from hexgen2.strategies.registry import STRATEGIES, find_strategy
 
 MOTLEY = {

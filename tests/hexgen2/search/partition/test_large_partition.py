@@ -20,7 +20,7 @@ from hexgen2.search.partition.initial import group_graph, initial_solution, node
 from hexgen2.search.partition.metis import metis_partition
 from hexgen2.search.problem import Problem
 from hexgen2.strategies.base import SearchOptions
-from hexgen2.strategies.registry import STRATEGIES
+from hexgen2.strategies.registry import find_strategy
 
 PARTITIONERS = (spectral_and_swaps, metis_partition)
 
@@ -169,7 +169,7 @@ def test_of_too_many_pairs_those_with_most_to_gain_are_refined(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["hexgen2-paper", "random-swap"])
 def test_a_spent_time_limit_leaves_the_start_of_a_large_cluster(strategy):
-    placement = STRATEGIES[strategy][0](racks(256), SearchOptions(time_limit_s=0.0))
+    placement = find_strategy(strategy)(racks(256), SearchOptions(time_limit_s=0.0))
     assert placement.search.cut == "time limit"
     assert placement.search.evaluations == 2  # the start, with roles both ways around
     assert violations(placement) == []
