@@ -26,7 +26,8 @@ def gemm_s(numbers: GemmNumbers, card: Card, m: Amount, n: Amount, k: Amount) ->
 
     Small tiles fill the units sooner, but reuse less of what they read: each halving of a tile leaves
     `small_tile` of the speed. Activations that are quantised first are read once more, and each row of them
-    costs `row_ns`. `waves` and `overlapped` are those of cost_model/operators/arithmetic.py.
+    costs `row_ns`. `waves` and `overlapped` are those of cost_model/operators/arithmetic.py, written out where
+    the time goes: searches spent up to a tenth of their first seconds on calls of them.
     """
     return Weights.of(numbers, card, n, k).gemm_s(m)
 
@@ -80,7 +81,6 @@ class Weights(NamedTuple):
 
     def gemm_s(self, m: Amount) -> Amount:
         """Seconds of a product with m rows."""
-        # Searches spend a tenth of their time here, so nothing is called that need not be.
         stepped, overlap, bandwidth, units, large_s, half, wide, middle, narrow, *rest = self
         weight_bytes, input_bytes, n, k, launch_s, row_s = rest
         arrays = isinstance(m, np.ndarray) or isinstance(weight_bytes, np.ndarray)

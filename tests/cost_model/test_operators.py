@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from cost_model.errors import InputError
 from cost_model.hardware import CATALOGUE, Accelerator, Link, interconnect_link, usual_interconnect
 from cost_model.operators import Operators
 from cost_model.operators.all_reduce import all_reduce_s
+from cost_model.operators.arithmetic import overlapped_s, waves
 from cost_model.operators.attention import decode_attention_s, prefill_attention_s
 from cost_model.operators.cards import card_of
 from cost_model.operators.experts import experts_s, reached
@@ -138,6 +140,32 @@ def test_a_card_twice_as_fast_takes_half_as_long_but_for_the_launch(m, n, k, fac
     work = gemm_s(numbers, card, m, n, k) - numbers.launch_us * 1e-6
     scaled = gemm_s(numbers, fast, m, n, k) - numbers.launch_us * 1e-6
     assert scaled * factor == pytest.approx(work, rel=1e-6)
+
+
+@given(
+    st.floats(0.1, 9000),
+    st.integers(1, 60_000),
+    st.integers(1, 60_000),
+    st.sampled_from(["bf16", "fp8", "int4"]),
+    st.builds(
+        GemmNumbers, stepped=st.floats(0, 1), overlap=st.floats(0, 1), row_ns=st.sampled_from([0.0, 2.0])
+    ),
+)
+def test_a_product_has_the_bits_of_its_formula(m, n, k, weights, numbers):
+    """The formula as printed, with the functions that all operators share."""
+    card = card_of(H100, weights)
+    half, bandwidth = 0.5 / numbers.small_tile, card.bandwidth_bytes_s * numbers.memory
+    tile_s = 2.0 * 128 * 256 * (k + numbers.fill) * card.units / (card.flops_s * numbers.compute)
+
+    def rounds(rows, columns):
+        return waves(math.ceil(m / rows) * math.ceil(n / columns), card.units, numbers.stepped)
+
+    fewest = min(rounds(128, 256), rounds(128, 128) * half, rounds(64, 64) * (half * half * half))
+    read = (card.weight_bytes * n * k + card.input_bytes * m * k + 2.0 * m * n) / bandwidth
+    expected = numbers.launch_us * 1e-6 + overlapped_s(tile_s * fewest, read, numbers.overlap)
+    if numbers.row_ns:
+        expected += m * (numbers.row_ns * 1e-9 + 2.0 * k / bandwidth)
+    assert gemm_s(numbers, card, m, n, k) == expected
 
 
 @given(st.integers(1, 512), st.integers(1, 10_000))

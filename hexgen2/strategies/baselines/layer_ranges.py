@@ -21,9 +21,9 @@ from hexgen2.search.layer_ranges.service import KeptUp, Service
 from hexgen2.search.problem import Problem
 from hexgen2.search.stopping import Stopping
 from hexgen2.strategies.base import SearchOptions, before_output_s
+from hexgen2.strategies.registry import RANGES
 
-HELIX, PETALS, SWARM, SEPARATE = "helix", "petals", "swarm", "separate-pipelines"
-"""The strategies that place ranges of layers."""
+HELIX, PETALS, SWARM, SEPARATE = RANGES
 
 
 def search_helix(problem: Problem, options: SearchOptions) -> Placement:
