@@ -26,8 +26,8 @@ def gemm_s(numbers: GemmNumbers, card: Card, m: Amount, n: Amount, k: Amount) ->
 
     Small tiles fill the units sooner, but reuse less of what they read: each halving of a tile leaves
     `small_tile` of the speed. Activations that are quantised first are read once more, and each row of them
-    costs `row_ns`. `waves` and `overlapped` are those of cost_model/operators/arithmetic.py, written out where
-    the time goes: searches spent up to a tenth of their first seconds on calls of them.
+    costs `row_ns`. `waves` and `overlapped` are those of cost_model/operators/arithmetic.py, written out
+    below, since products took up to a tenth of a search's first seconds.
     """
     return Weights.of(numbers, card, n, k).gemm_s(m)
 
