@@ -5,7 +5,7 @@ import sys
 
 from setuptools import Extension, setup
 
-SOURCES = ("kernels", "products", "quantised", "integers", "rounded", "copies", "loading")
+SOURCES = ("kernels", "products", "quantised", "integers", "rounded", "copies", "loading", "replay")
 # Keys are torch's names of CPU capabilities: a build runs on processors with at least these instructions. The
 # default build is for any processor of its kind; that for ARM asks at run time for what only some have.
 INSTRUCTIONS = {"x86_64": {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"]}}
@@ -18,7 +18,7 @@ def kernels() -> list[Extension]:
         Extension(
             f"runtime.native._{name}",
             [f"runtime/native/{source}.cpp" for source in SOURCES],
-            depends=["runtime/native/vectors.h", "runtime/native/products.h", "runtime/native/kv_formats.h"],
+            depends=[f"runtime/native/{header}.h" for header in ("vectors", "products", "kv_formats", "replay")],
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fopenmp", *flags],
             extra_link_args=["-fopenmp"],
             language="c++",

@@ -14,34 +14,53 @@ from runtime.native.kernels import (
     Spans,
     attend_chunk,
     attend_paged,
+    add,
     attends_to,
+    converted,
     gate,
+    norm_heads,
     rms_norm,
     store_heads,
     turn_and_store,
 )
-from runtime.native.library import copies, multiplies, multiplies_pairs, multiplies_words, panel_width, serves
+from runtime.native.library import (
+    copies,
+    empty,
+    multiplies,
+    multiplies_pairs,
+    multiplies_words,
+    panel_width,
+    serves,
+)
 from runtime.native.loading import pack_codes, pack_rows, read_pieces
 from runtime.native.memory import mapped, use_large_pages
 from runtime.native.products import Grouped, empty_panels, linear, pack, pack_bias, pack_mxfp4
 from runtime.native.quantised import Quantised, linear_quantised
+from runtime.native.recording import Arena, NotRepeatable, Recording, Replay
 from runtime.native.rounded import inputs_of_word, linear_rounded, pack_words
 from runtime.native.tokens import copy_tokens, count_tokens
 
 __all__ = [
     "LARGEST_INPUTS",
     "PLAIN_KV",
+    "Arena",
     "Grouped",
     "GroupedIntegers",
     "Integers",
+    "NotRepeatable",
     "Quantised",
+    "Recording",
+    "Replay",
     "Spans",
+    "add",
     "attend_chunk",
     "attend_paged",
     "attends_to",
+    "converted",
     "copies",
     "copy_tokens",
     "count_tokens",
+    "empty",
     "empty_panels",
     "find_ranges",
     "gate",
@@ -53,6 +72,7 @@ __all__ = [
     "multiplies",
     "multiplies_pairs",
     "multiplies_words",
+    "norm_heads",
     "pack",
     "pack_bias",
     "pack_bytes",

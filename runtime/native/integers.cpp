@@ -6,6 +6,7 @@
 // of weights times the sum of a row's codes are the products. With zeros of activations, sums over columns come in.
 
 #include "products.h"
+#include "replay.h"
 
 #include <cmath>
 #include <memory>
@@ -327,3 +328,6 @@ void multiply_integers(const float *x, const int64_t *counts, long groups, long 
                                            outputs, output);
 }
 }
+
+REPEATS(multiply_integers);
+REPEATS(find_ranges);

@@ -35,7 +35,7 @@ def pack_bytes(codes: torch.Tensor) -> torch.Tensor:
 
 def find_ranges(x: torch.Tensor) -> torch.Tensor:
     """How far each row of x [n, in] float32, contiguous, goes below and above zero -> [n, 2]."""
-    ranges = x.new_empty(len(x), 2)
+    ranges = library.empty((len(x), 2), x.dtype)
     library.call("find_ranges", x.data_ptr(), *x.shape, ranges.data_ptr())
     return ranges
 
@@ -77,7 +77,8 @@ class GroupedIntegers:
         ----------
         ranges : [n, 2] float32, how far rows go below and above zero; None: as they do
         """
-        output, rows = x.new_empty(len(x), self._outputs), np.array(counts, dtype=np.int64)
+        output = library.empty((len(x), self._outputs), x.dtype)
+        rows = library.kept(np.array(counts, dtype=np.int64))
         library.call(
             "multiply_integers",
             x.data_ptr(),

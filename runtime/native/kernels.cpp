@@ -6,6 +6,7 @@
 // The OpenMP threads are torch's: its library is loaded first, so the linker finds its symbols.
 
 #include "kv_formats.h"
+#include "replay.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -418,26 +419,51 @@ void turn_all(Value *heads, const Value *cosines, const Value *sines, const int6
     }
 }
 
-// The weight's type says where numbers are rounded: as its own type, what is multiplied by it.
+// The weight's type says where numbers are rounded: as its own type, what is multiplied by it. May be in place.
 template <typename Value, typename Weight>
-void norm_rows(const Value *x, const Weight *weight, float eps, long rows, long width, Value *output) {
+inline void norm_row(const Value *from, const Weight *weight, float eps, long width, Value *to) {
     const long whole = width / LANES * LANES;
-#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
-    for (long row = 0; row < rows; ++row) {
-        const Value *const from = x + row * width;
-        Value *const to = output + row * width;
-        Floats squares = {};
-        for (long at = 0; at < whole; at += LANES) squares += load(from + at) * load(from + at);
-        float total = sum(squares);
-        for (long at = whole; at < width; ++at) total += static_cast<float>(from[at]) * from[at];
-        const float scale = 1 / std::sqrt(total / width + eps);
-        for (long at = 0; at < whole; at += LANES)
-            store(to + at, kept_as<Weight>(load(from + at) * scale) * load(weight + at));
-        for (long at = whole; at < width; ++at) to[at] = Weight(from[at] * scale) * weight[at];
-    }
+    Floats squares = {};
+    for (long at = 0; at < whole; at += LANES) squares += load(from + at) * load(from + at);
+    float total = sum(squares);
+    for (long at = whole; at < width; ++at) total += static_cast<float>(from[at]) * from[at];
+    const float scale = 1 / std::sqrt(total / width + eps);
+    for (long at = 0; at < whole; at += LANES)
+        store(to + at, kept_as<Weight>(load(from + at) * scale) * load(weight + at));
+    for (long at = whole; at < width; ++at) to[at] = Weight(from[at] * scale) * weight[at];
 }
 
-template <typename Value> void gate_rows(const Value *gate_up, long rows, long width, Value *output) {
+template <typename Value, typename Weight>
+void norm_rows(const Value *x, const Weight *weight, float eps, long rows, long width, Value *output) {
+#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
+    for (long row = 0; row < rows; ++row) norm_row(x + row * width, weight, eps, width, output + row * width);
+}
+
+template <typename Value> void add_all(Value *to, const Value *from, long count) {
+#pragma omp parallel for if (count >= PARALLEL_FROM)
+    for (long at = 0; at < count / LANES * LANES; at += LANES) store(to + at, load(to + at) + load(from + at));
+    for (long at = count / LANES * LANES; at < count; ++at) to[at] = static_cast<float>(to[at]) + from[at];
+}
+
+template <typename From, typename To> void convert_all(const From *from, long count, To *to) {
+#pragma omp parallel for if (count >= PARALLEL_FROM)
+    for (long at = 0; at < count / LANES * LANES; at += LANES) store(to + at, load(from + at));
+    for (long at = count / LANES * LANES; at < count; ++at) to[at] = from[at];
+}
+
+// SiLU of x, and GELU by the tanh, which is a logistic curve: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
+struct Silu {
+    static Floats logit(const Floats &x) { return x; }
+    static float logit(float x) { return x; }
+};
+
+struct Gelu {
+    static constexpr float TWICE = 1.5957691216057308f, CUBED = 0.044715f; // 2 sqrt(2 / pi)
+    static Floats logit(const Floats &x) { return TWICE * (x + CUBED * x * x * x); }
+    static float logit(float x) { return TWICE * (x + CUBED * x * x * x); }
+};
+
+template <typename Curve, typename Value> void gate_rows(const Value *gate_up, long rows, long width, Value *output) {
     const long whole = width / LANES * LANES;
 #pragma omp parallel for if (rows * width >= PARALLEL_FROM)
     for (long row = 0; row < rows; ++row) {
@@ -445,11 +471,11 @@ template <typename Value> void gate_rows(const Value *gate_up, long rows, long w
         Value *const to = output + row * width;
         for (long at = 0; at < whole; at += LANES) {
             const Floats x = load(gates + at);
-            store(to + at, x / (1.f + exponential(-x)) * load(ups + at));
+            store(to + at, x / (1.f + exponential(-Curve::logit(x))) * load(ups + at));
         }
         for (long at = whole; at < width; ++at) {
             const float x = gates[at];
-            to[at] = x / (1 + std::exp(-x)) * ups[at];
+            to[at] = x / (1 + std::exp(-Curve::logit(x))) * ups[at];
         }
     }
 }
@@ -536,10 +562,52 @@ void rms_norm(const void *x, long type, const void *weight, long weight_type, fl
     });
 }
 
-void gate(const void *gate_up, long type, long rows, long width, void *output) {
+void gate(const void *gate_up, long type, long rows, long width, long is_gelu, void *output) {
     with_type(type, [&](auto sample) {
         using Value = decltype(sample);
-        gate_rows(static_cast<const Value *>(gate_up), rows, width, static_cast<Value *>(output));
+        const auto run = is_gelu ? gate_rows<Gelu, Value> : gate_rows<Silu, Value>;
+        run(static_cast<const Value *>(gate_up), rows, width, static_cast<Value *>(output));
+    });
+}
+
+void norm_heads(void *heads, long type, long heads_row, long rows, long count, long dim, const void *weight,
+                long weight_type, float eps) {
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        with_type(weight_type, [&](auto of_weight) {
+            const auto *const weights = static_cast<const decltype(of_weight) *>(weight);
+#pragma omp parallel for if (rows * count * dim >= PARALLEL_FROM)
+            for (long row = 0; row < rows; ++row)
+                for (long head = 0; head < count; ++head) {
+                    Value *const own = static_cast<Value *>(heads) + row * heads_row + head * dim;
+                    norm_row(own, weights + head * dim, eps, dim, own);
+                }
+        });
+    });
+}
+
+void add(void *to, long type, const void *from, long count) {
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        add_all(static_cast<Value *>(to), static_cast<const Value *>(from), count);
+    });
+}
+
+void convert_values(const void *from, long from_type, long count, void *to, long to_type) {
+    with_type(from_type, [&](auto sample) {
+        using From = decltype(sample);
+        with_type(to_type, [&](auto wanted) {
+            using To = decltype(wanted);
+            convert_all(static_cast<const From *>(from), count, static_cast<To *>(to));
+        });
     });
 }
 }
+
+REPEATS(attend_paged);
+REPEATS(turn_and_store);
+REPEATS(rms_norm);
+REPEATS(norm_heads);
+REPEATS(gate);
+REPEATS(add);
+REPEATS(convert_values);

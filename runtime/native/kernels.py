@@ -206,7 +206,7 @@ def store_heads(heads: torch.Tensor, slots: torch.Tensor, cached: torch.Tensor, 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., width], contiguous -> scaled to a root mean square of one, rounded to the weight's type, times
     the weight [width]."""
-    output, width = torch.empty_like(x), x.shape[-1]
+    output, width = library.empty(x.shape, x.dtype), x.shape[-1]
     library.call(
         "rms_norm",
         x.data_ptr(),
@@ -221,11 +221,65 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return output
 
 
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """[tokens, 2 x width], contiguous -> SiLU of the first half times the second, [tokens, width]."""
+def gate(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    """[tokens, 2 x width], contiguous -> SiLU (or GELU, by its approximation with tanh) of the first half times
+    the second, [tokens, width]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    output = gate_up.new_empty(rows, width)
-    library.call("gate", gate_up.data_ptr(), library.FLOATS[gate_up.dtype], rows, width, output.data_ptr())
+    output = library.empty((rows, width), gate_up.dtype)
+    library.call(
+        "gate",
+        gate_up.data_ptr(),
+        library.FLOATS[gate_up.dtype],
+        rows,
+        width,
+        int(is_gelu),
+        output.data_ptr(),
+    )
+    return output
+
+
+def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """The norm of the first heads of each token, in place, each with its row of the weight.
+
+    Parameters
+    ----------
+    heads : [tokens, heads, head_dim]; rows need not be adjacent
+    weight : [normed heads, head_dim], contiguous
+    """
+    library.call(
+        "norm_heads",
+        heads.data_ptr(),
+        library.FLOATS[heads.dtype],
+        heads.stride(0),
+        len(heads),
+        *weight.shape,
+        weight.data_ptr(),
+        library.FLOATS[weight.dtype],
+        eps,
+    )
+
+
+def add(to: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Add another tensor in place; both are contiguous, and of one type and size."""
+    library.call("add", to.data_ptr(), library.FLOATS[to.dtype], other.data_ptr(), to.numel())
+    return to
+
+
+def converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous values in another type; the same tensor if they have it."""
+    if values.dtype == dtype:
+        return values
+    if not library.computes(values.dtype, dtype):
+        return values.to(dtype)
+    output, types = library.empty(values.shape, dtype), library.FLOATS
+    library.call(
+        "convert_values",
+        values.data_ptr(),
+        types[values.dtype],
+        values.numel(),
+        output.data_ptr(),
+        types[dtype],
+    )
     return output
 
 

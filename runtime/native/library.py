@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -13,7 +16,7 @@ FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _COMPUTED = (torch.float32, torch.bfloat16)
 """Types of the values that a step computes with."""
 _ARGUMENTS = {
-    # p: address, l: count, f: float
+    # p: address, l: count, f: float, s: name
     "attend_paged": "pllpplpplllllffpp",
     "attend_chunk": "pllpplplllllllffppp",
     "turn_and_store": "plppplllllppl",
@@ -26,12 +29,17 @@ _ARGUMENTS = {
     "multiply_grouped": "pplllpplp",
     "multiply_mxfp4": "ppllppplp",
     "rms_norm": "plplfllp",
-    "gate": "plllp",
+    "norm_heads": "plllllplf",
+    "gate": "pllllp",
+    "add": "plpl",
+    "convert_values": "pllpl",
     "copy_tokens": "pllpllllplpll",
     "count_tokens": "pll",
     "pack_rows": "pllplll",
     "pack_codes": "pplllll",
     "read_pieces": "lllllp",
+    "find_repeat": "s",
+    "replay": "pl",
     "attends_to": "l",
     "multiplies_pairs": "",
     "multiplies_bytes": "",
@@ -40,6 +48,7 @@ _ARGUMENTS = {
     "panel_width": "",
 }
 _RESULTS = {
+    "find_repeat": ctypes.c_void_p,
     "attends_to": ctypes.c_int,
     "multiplies_pairs": ctypes.c_int,
     "multiplies_bytes": ctypes.c_int,
@@ -49,12 +58,36 @@ _RESULTS = {
     "count_tokens": ctypes.c_long,
     "read_pieces": ctypes.c_long,
 }
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
+Kept = TypeVar("Kept")
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float, "s": ctypes.c_char_p}
+
+
+class Recorder(Protocol):
+    """What keeps the calls of a thread while it records; see recording.py."""
+
+    def note(self, name: str, signature: str, arguments: Sequence[float | None]) -> None: ...
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+
+    def keep(self, kept: object) -> None: ...
+
+
+class _Here(threading.local):
+    recorder: Recorder | None = None
+
+
+here = _Here()
+"""Of each thread: what records its calls, if anything does."""
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute with this type on this device."""
     return dtype in _COMPUTED and device.type == "cpu" and loaded() is not None
+
+
+def computes(*types: torch.dtype) -> bool:
+    """Whether the kernels compute with values of all these types."""
+    return all(dtype in _COMPUTED for dtype in types)
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
@@ -100,6 +133,22 @@ def panel_width() -> int:
 def call(name: str, *arguments: float | None) -> None:
     """Call a kernel; ctypes releases the GIL meanwhile."""
     getattr(loaded(), name)(*arguments)
+    if (recorder := here.recorder) is not None:
+        recorder.note(name, _ARGUMENTS[name], arguments)
+
+
+def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor for a kernel to write."""
+    if (recorder := here.recorder) is not None:
+        return recorder.empty(size, dtype)
+    return torch.empty(tuple(size), dtype=dtype)
+
+
+def kept(argument: Kept) -> Kept:
+    """Something whose address a kernel gets, and that nobody else holds: it lives as long as what is recorded."""
+    if (recorder := here.recorder) is not None:
+        recorder.keep(argument)
+    return argument
 
 
 @cache

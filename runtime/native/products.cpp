@@ -2,6 +2,7 @@
 // `products.py` documents the arguments. All arrays are row-major; sizes are counts of values.
 
 #include "products.h"
+#include "replay.h"
 
 // GCC 10 came with an assembler that knows products of pairs.
 #if (defined(__AVX512F__) || defined(__aarch64__)) && __GNUC__ >= 10
@@ -322,3 +323,5 @@ void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inp
     });
 }
 }
+
+REPEATS(multiply_packed);

@@ -49,7 +49,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out
     Weights have the type of x; or 16 bits, and x is in float32, with the same results as with the weights in
     float32. A row's result does not depend on the others.
     """
-    output, (x, kind) = x.new_empty(len(x), outputs), _multiplied(x, packed.dtype)
+    output, (x, kind) = library.empty((len(x), outputs), x.dtype), _multiplied(x, packed.dtype)
     address = None if bias is None else bias.data_ptr()
     library.call(
         "multiply_packed",

@@ -6,6 +6,7 @@
 // Either way a row is summed in the same order, so a token's result does not depend on its batch.
 
 #include "products.h"
+#include "replay.h"
 
 namespace {
 
@@ -260,3 +261,5 @@ void multiply_quantised(const float *x, long rows, long inputs, long kind, const
     if (kind == 2) multiply_all<SmallFloats, false>(x, rows, weights, bias, outputs, output);
 }
 }
+
+REPEATS(multiply_quantised);

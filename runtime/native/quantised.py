@@ -32,7 +32,7 @@ def linear_quantised(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | No
 
 def multiplied_by(kernel: str, x: torch.Tensor, weight: Quantised, bias: torch.Tensor | None) -> torch.Tensor:
     """What a kernel makes of them: all that multiply by quantised matrices take the same arguments."""
-    output = x.new_empty(len(x), weight.outputs)
+    output = library.empty((len(x), weight.outputs), x.dtype)
     library.call(
         kernel,
         x.data_ptr(),

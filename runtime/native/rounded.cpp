@@ -5,6 +5,7 @@
 // summed exactly, and a processor multiplies twice as many pairs of 16 bits as floats at a time.
 
 #include "products.h"
+#include "replay.h"
 
 #include <memory>
 
@@ -282,3 +283,5 @@ void multiply_rounded(const float *x, long rows, long inputs, long kind, const i
 #endif
 }
 }
+
+REPEATS(multiply_rounded);

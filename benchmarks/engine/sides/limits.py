@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.engine.sides.protocol import Channel
-from runtime.engine.torch.linear import Linear, by_onednn
+from runtime.engine.torch.linear import Linear, by_onednn, onednn_works
 
 READ_BYTES = 1 << 30
 AT_LEAST_S = 0.5
@@ -95,9 +95,10 @@ def main(checkpoint: str, dtype_name: str) -> None:
     calls: dict[str, Callable[[torch.Tensor], Product]] = {
         "F.linear": plain,
         "mm": transposed,
-        "oneDNN packed": by_onednn,
         "ours": Linear,
     }
+    if onednn_works(dtype):
+        calls["oneDNN packed"] = by_onednn
     ways = {name: Products(config, dtype, call) for name, call in calls.items()}
     kv_width = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
     kv_bytes_token = 2 * config["num_hidden_layers"] * kv_width * dtype.itemsize

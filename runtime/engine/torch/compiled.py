@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -24,18 +24,27 @@ class Kernels:
     rms_norm : of x [..., width], a weight and an epsilon: scaled to a root mean square of one, rounded, then
         multiplied by the weight
     norm_dims : most dimensions of that weight
-    gate : SiLU of the first half of each row [n, 2 x width], times the second half
+    gate, gelu_gate : SiLU or GELU of the first half of each row [n, 2 x width], times the second half
+    add : to the first, in place, the second, which has its size
+    norm_heads : the norm of the first heads of [tokens, heads, head_dim], in place, each with its row of a weight
+        [normed heads, head_dim]
+
+    None: there is no such kernel.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     norm_dims: int
     gate: Callable[[torch.Tensor], torch.Tensor]
+    add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_
+    norm_heads: Callable[[torch.Tensor, torch.Tensor, float], None] | None = None
+    gelu_gate: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def compiled_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The kernels for a type on a device; None: torch's operators compute."""
     if native.serves(dtype, device):
-        return Kernels(native.rms_norm, 1, native.gate)
+        gelu_gate = partial(native.gate, is_gelu=True)
+        return Kernels(native.rms_norm, 1, native.gate, native.add, native.norm_heads, gelu_gate)
     if triton_runs(dtype, device):
         from runtime.engine.torch.gpu import kernels
 

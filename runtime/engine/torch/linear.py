@@ -61,7 +61,7 @@ class Linear:
             self.product = Panels(native.pack(weight), bias, len(weight))
         elif dtype != weight.dtype:
             self.product = lambda x: _by_slices(x, weight, bias)
-        elif on_cpu and weight.numel() > _SMALL and dtype in _PACKABLE and _onednn_works(dtype):
+        elif on_cpu and weight.numel() > _SMALL and dtype in _PACKABLE and onednn_works(dtype):
             self.product = by_onednn(weight, bias)
         else:
             self.product = lambda x: F.linear(x, weight, bias)
@@ -145,7 +145,7 @@ def by_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product
 
 
 @cache
-def _onednn_works(dtype: torch.dtype) -> bool:
+def onednn_works(dtype: torch.dtype) -> bool:
     """Whether this torch and processor multiply whole numbers by packed weights exactly and without error."""
     weight = (torch.arange(33 * 17) % 7 - 3).view(33, 17).to(dtype)
     x = (torch.arange(3 * 17) % 5 - 2).view(3, 17).to(dtype)

@@ -15,6 +15,7 @@ from runtime.engine.torch.attention.windowed import WindowedAttention
 from runtime.engine.torch.headwise.heads import Heads
 from runtime.engine.torch.headwise.step import StepAttention
 from runtime.engine.torch.models.base import DecoderStage
+from runtime.engine.torch.recorded import RecordedSteps
 from runtime.engine.torch.sampling.sampler import Sampler
 from runtime.kv_cache.pool import PagedCache
 from runtime.protocol.between_workers import SequenceStep, Step, StepResult
@@ -51,6 +52,9 @@ class StageRunner:
 
             self._graphs = StepGraphs.made(stage, self._attention, most, most_tokens)
         self._windowed = (make_attention(windowed[0]), windowed[1]) if windowed else None
+        self._recorded = None
+        if heads is None:
+            self._recorded = RecordedSteps.made(stage, self._attention, self._windowed)
         self._sampler = Sampler() if stage.collectives.rank.samples else None
         self._faults = Faults()
 
@@ -98,8 +102,8 @@ class StageRunner:
         if not collectives.rank.is_first:
             count = sum(len(each.tokens) for each in sequences)
             hidden = collectives.receive((count, stage.spec.hidden), stage.dtype)
-        if self._graphs is not None and self._graphs.takes(sequences):
-            found = self._graphs.run(sequences, tables, hidden)
+        found = self._replayed(sequences, tables, windowed_tables, hidden)
+        if found is not None:
             if on_layer is not None:
                 for layer in range(stage.part.first_layer, stage.part.end_layer):
                     on_layer(layer)
@@ -113,6 +117,20 @@ class StageRunner:
                 computed = hidden
                 return self._result(step, lambda: stage.logits(computed, batch))
         collectives.send(hidden)
+        return None
+
+    def _replayed(
+        self,
+        sequences: Sequence[SequenceStep],
+        tables: Mapping[str, Sequence[int]],
+        windowed_tables: Mapping[str, Sequence[int]],
+        hidden: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The activations of a step that is replayed, or in the last stage its logits; None: it is not."""
+        if self._graphs is not None and self._graphs.takes(sequences):
+            return self._graphs.run(sequences, tables, hidden)
+        if self._recorded is not None and self._recorded.takes(sequences):
+            return self._recorded.run(sequences, tables, windowed_tables, hidden)
         return None
 
     def _result(self, step: Step, logits_of: Callable[[], torch.Tensor | None]) -> StepResult | None:

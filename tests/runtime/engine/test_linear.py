@@ -26,7 +26,7 @@ def test_products_are_those_of_exact_arithmetic(
     if packing != "native":
         monkeypatch.setattr(native, "serves", lambda dtype, device: False)
     if packing == "none":
-        monkeypatch.setattr(linear, "_onednn_works", lambda dtype: False)
+        monkeypatch.setattr(linear, "onednn_works", lambda dtype: False)
     generator = torch.Generator().manual_seed(size + width)
     weight = torch.randn(size, width, generator=generator).to(dtype)
     bias = torch.randn(size, generator=generator).to(dtype)
@@ -62,7 +62,7 @@ def test_weights_in_16_bits_multiply_x_in_float32_as_if_they_were_in_float32(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, width: int
 ) -> None:
     monkeypatch.setattr(linear, "_SLICE_VALUES", 7 * width)
-    monkeypatch.setattr(linear, "_onednn_works", lambda dtype: False)
+    monkeypatch.setattr(linear, "onednn_works", lambda dtype: False)
     torch.manual_seed(size)
     scales = torch.tensor([1e-7, 1e-3, 1.0, 1e4])[torch.arange(size) % 4].unsqueeze(1)  # the first, subnormal
     weight, bias = (torch.randn(size, width) * scales).to(dtype), torch.randn(size)
@@ -81,7 +81,7 @@ def test_weights_in_16_bits_multiply_x_in_float32_as_if_they_were_in_float32(
 
 def test_a_weight_is_copied_when_packed() -> None:
     weight = torch.ones(512, 256)
-    if not native.serves(weight.dtype, weight.device) and not linear._onednn_works(torch.float32):
+    if not native.serves(weight.dtype, weight.device) and not linear.onednn_works(torch.float32):
         pytest.skip("neither compiled kernels nor a torch with packed products")
     product = Linear(weight)
     weight.zero_()

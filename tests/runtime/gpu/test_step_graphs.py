@@ -222,7 +222,7 @@ def test_replayed_steps_give_the_tokens_of_transformers(
 
 def test_tables_may_have_more_blocks_than_are_replayed() -> None:
     """A request may have blocks for more tokens than the longest context of a graph."""
-    tables, long = graphs.BlockTables(2, 3, torch.device("cpu")), [5, 6, 7, 8]
+    tables, long = BlockTables(2, 3, torch.device("cpu")), [5, 6, 7, 8]
     tables.put([[1], long])
     assert tables.device.tolist() == [[1, 0, 0], [5, 6, 7]]
     long.append(9)

@@ -69,6 +69,7 @@ class Batch:
     lengths, offsets : number of tokens of each sequence, and the position of its first one
     tables : each sequence's blocks
     attention : attends over the cache that holds these blocks
+    samples_each : `sampled` are all rows, in their order
     """
 
     tokens: torch.Tensor
@@ -79,6 +80,7 @@ class Batch:
     offsets: tuple[int, ...]
     tables: tuple[Sequence[int], ...]
     attention: LayerAttention
+    samples_each: bool = False
     _plans: dict[int | None, Any] = field(default_factory=dict)
 
     @classmethod
@@ -115,7 +117,12 @@ class Batch:
             offsets=tuple(offsets),
             tables=tuple(tables),
             attention=attention,
+            samples_each=len(flat) == len(tokens) and all(samples),
         )
+
+    def rows_sampled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of [total, width], the rows after which a token is sampled."""
+        return rows if self.samples_each else rows[self.sampled]
 
     def over(self, attention: LayerAttention, tables: Sequence[Sequence[int]]) -> Batch:
         """The same step over another cache, in which the sequences have these blocks."""

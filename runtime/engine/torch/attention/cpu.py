@@ -61,7 +61,7 @@ class CpuAttention(Attention):
         plan: Plan = batch.plan(self, scoring.window)
         how = scoring.scale, scoring.cap, scoring.sinks, self.cache.shape.format.kind
         block_tokens = self.cache.block_tokens
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = native.empty(query.shape, query.dtype)
         if plan.spans is not None:
             native.attend_paged(query, keys, values, plan.spans, block_tokens, output, *how)
         for chunk in plan.chunks:

@@ -18,6 +18,7 @@ class WindowedAttention(LayerAttention):
     whole, windowed : attention over the cache of the layers that keep all tokens, and over that of the others
     place : whether a layer of the model is windowed, and its number in its cache
     tables : each sequence's blocks in the windowed layers
+    batch : the step's batch over their cache; None: it is made when a layer needs it
     """
 
     def __init__(
@@ -26,10 +27,11 @@ class WindowedAttention(LayerAttention):
         windowed: Attention,
         place: Callable[[int], tuple[bool, int]],
         tables: Sequence[Sequence[int]],
+        batch: Batch | None = None,
     ) -> None:
         super().__init__(whole.cache)
         self._whole, self._windowed, self._place, self._tables = whole, windowed, place, tables
-        self._batch: Batch | None = None
+        self._batch = batch
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Batch) -> None:
         attention, number, own = self._of(layer, batch)

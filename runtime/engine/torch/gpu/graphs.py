@@ -16,6 +16,7 @@ import torch
 
 from runtime.engine.torch.attention.base import Batch, Part
 from runtime.engine.torch.attention.gpu import TILE_TOKENS, Chunks, Decodes, GpuAttention, Plan, tiles_of
+from runtime.engine.torch.block_tables import BlockTables
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.protocol.between_workers import SequenceStep
 
@@ -30,41 +31,6 @@ MIXED_SPLITS = 16
 """Into how many parts contexts of decodes are divided in mixed graphs."""
 _LONGEST = 1 << 17
 """Tokens of a context beyond which tables of blocks would be too large to copy in each step."""
-
-
-class BlockTables:
-    """Block tables of a step's sequences on the device, of which only those that have changed are copied.
-
-    Attributes
-    ----------
-    device : [lines, most] int32
-    """
-
-    def __init__(self, lines: int, most: int, device: torch.device) -> None:
-        self.device = torch.zeros((lines, most), dtype=torch.int32, device=device)
-        self._here = np.zeros((lines, most), dtype=np.int32)
-        self._known: list[tuple[Sequence[int], int]] = []
-        self._width = 0
-
-    def put(self, tables: Sequence[Sequence[int]]) -> None:
-        """Have these in the first lines. A table only grows; one that begins anew is another object."""
-        known, changed = self._known, False
-        for line, table in enumerate(tables):
-            count = min(len(table), self.device.shape[1])  # It may have room for more than is replayed.
-            if line < len(known):
-                before, there = known[line]
-                if before is table and there == count:
-                    continue
-                first = there if before is table else 0
-                known[line] = table, count
-            else:
-                first = 0
-                known.append((table, count))
-            self._here[line, first:count] = table[first:count]
-            self._width, changed = max(self._width, count), True
-        if changed:
-            some = np.ascontiguousarray(self._here[: len(tables), : self._width])
-            self.device[: len(tables), : self._width].copy_(torch.from_numpy(some))
 
 
 class StepGraphs:

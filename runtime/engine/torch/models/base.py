@@ -121,9 +121,23 @@ class DecoderStage(ABC):
             nobody waits for them
         part : some of the layers; None: all
         """
+        return self.run_layers(self.enter(batch, hidden), batch, on_layer, part)
+
+    def enter(self, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """What comes before the layers of a step; see `forward`."""
         if hidden is None:
             hidden = self._add_positions(self._embed(batch.tokens), batch)
         self._begin(batch)
+        return hidden
+
+    def run_layers(
+        self,
+        hidden: torch.Tensor,
+        batch: Batch,
+        on_layer: Callable[[int], None] | None = None,
+        part: range | None = None,
+    ) -> torch.Tensor:
+        """The layers alone, of a step that `enter` has prepared; see `forward`."""
         for number in self.layers if part is None else part:
             hidden = self.layers[number](hidden, batch)
             if on_layer is not None:
@@ -133,7 +147,16 @@ class DecoderStage(ABC):
     def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
         """Logits [samples, vocab] of the rows after which a token is sampled, on rank 0 of the last stage;
         None elsewhere."""
-        local = self._head(self._final_norm(hidden[batch.sampled]))
+        found = self.head_logits(hidden, batch)
+        return None if found is None else self.finished(found)
+
+    def finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """What a family makes of the LM head's logits, [samples, vocab]."""
+        return logits
+
+    def head_logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """The logits as the LM head gives them; see `logits`."""
+        local = self._head(self._final_norm(batch.rows_sampled(hidden)))
         whole = self.collectives.gather_columns(local)
         return None if whole is None else whole[:, : self.spec.vocab]
 

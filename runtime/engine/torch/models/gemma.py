@@ -45,9 +45,9 @@ class Gemma2Stage(LlamaStage):
         scale = torch.tensor(self.spec.hidden**0.5, dtype=self.dtype, device=self.device)
         return super()._embed(tokens) * scale
 
-    def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
-        logits, cap = super().logits(hidden, batch), self._logit_cap
-        return logits if logits is None or cap is None else (logits / cap).tanh_().mul_(cap)
+    def finished(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self._logit_cap
+        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
     def _load_scoring(self, name: str, layer: int) -> Scoring:
         return Scoring(self.windows[layer], self._score_scale, self._score_cap)
@@ -63,13 +63,15 @@ class Gemma2Stage(LlamaStage):
 
         def run(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             attended = self.collectives.all_reduce(attention(self._rms(hidden, before), batch))
-            hidden = self._rms(attended, after).add_(hidden)
+            hidden = self._add(self._rms(attended, after), hidden)
             fed = self.collectives.all_reduce(feed_forward(self._rms(hidden, before_ffn)))
-            return self._rms(fed, after_ffn).add_(hidden)
+            return self._add(self._rms(fed, after_ffn), hidden)
 
         return run
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None and self._kernels.gelu_gate is not None:
+            return self._kernels.gelu_gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
@@ -96,7 +98,7 @@ class Gemma3Stage(Gemma2Stage):
         window = config.count("sliding_window", 4096)
         return layer_windows(config, layers, window, lambda layer: (layer + 1) % period > 0)
 
-    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], object]:
         return self._norm_of_heads(name)
 
     def _parse(self) -> ModelSpec:

@@ -73,8 +73,9 @@ class LlamaStage(DecoderStage):
         """How a layer attends; `name` is its attention's."""
         return Scoring(self.windows[layer])
 
-    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A norm of [tokens, query and key heads, head_dim] before they are rotated, if there is one."""
+    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], object] | None:
+        """A norm of [tokens, query and key heads, head_dim], in place, before they are rotated, if there is
+        one."""
         return None
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -110,9 +111,9 @@ class LlamaStage(DecoderStage):
 
         def run(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             attended = attention(self._rms(hidden, attention_norm), batch)
-            hidden = self.collectives.all_reduce(attended).add_(hidden)
+            hidden = self._add(self.collectives.all_reduce(attended), hidden)
             fed = feed_forward(self._rms(hidden, feed_forward_norm))
-            return self.collectives.all_reduce(fed).add_(hidden)
+            return self._add(self.collectives.all_reduce(fed), hidden)
 
         return run
 
@@ -129,8 +130,7 @@ class LlamaStage(DecoderStage):
             heads = qkv(x).view(len(x), -1, self.spec.head_dim)
             query, key, value = heads.split(split, dim=1)
             if head_norm is not None:
-                turning = heads[:, : -self.local_kv_heads]
-                turning.copy_(head_norm(turning))
+                head_norm(heads[:, : -self.local_kv_heads])
             batch.attention.rotate_and_store(heads, rotary, layer, batch)
             return out(batch.attention.attend(query, key, value, layer, batch, scoring))
 
@@ -156,12 +156,18 @@ class LlamaStage(DecoderStage):
         """The weight of a norm of vectors that are `width` wide; None: of hidden ones."""
         return self.checkpoint.read(f"{name}.weight", (width or self.spec.hidden,))
 
-    def _norm_of_heads(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A norm of each query head, and one of each key head."""
+    def _norm_of_heads(self, name: str) -> Callable[[torch.Tensor], object]:
+        """A norm of each query head, and one of each key head, in place."""
         weights = [self._norm(f"{name}.{part}_norm", self.spec.head_dim) for part in "qk"]
         heads = (self.local_heads, self.local_kv_heads)
         weight = torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
-        return lambda x: self._rms(x, weight)
+        if self._kernels is not None and (norm := self._kernels.norm_heads) is not None:
+            return lambda x: norm(x, weight, self._eps)
+        return lambda x: x.copy_(self._rms(x, weight))
+
+    def _add(self, to: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """A summand of [tokens, hidden], and what came before it, in the summand's place."""
+        return to.add_(hidden) if self._kernels is None else self._kernels.add(to, hidden)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Scale the last dimension to a root mean square of one, round, then multiply by the weight, in this

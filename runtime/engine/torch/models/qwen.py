@@ -38,7 +38,7 @@ class Qwen3Stage(Qwen2Stage):
     def _default_head_dim(self, hidden: int, heads: int) -> int:
         return 128
 
-    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], object]:
         return self._norm_of_heads(name)
 
 

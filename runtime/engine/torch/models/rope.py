@@ -9,6 +9,7 @@ import torch
 
 from runtime.engine.torch.loader import CheckpointConfig
 
+_KEPT_ROWS = 64
 _KINDS = ("default", "linear", "llama3", "longrope", "yarn")
 
 
@@ -17,7 +18,7 @@ class Rotary:
 
     Attributes
     ----------
-    cosines, sines : of these angles, [tokens, rotated / 2]
+    cosines, sines : of these angles, [tokens, rotated / 2]; of few tokens, always in the same memory
     position_limit : the longest sequence in tokens; None: no limit
 
     Parameters
@@ -50,12 +51,19 @@ class Rotary:
         self.position_limit = _trained(config, scaling) if _kind(scaling) == "longrope" else None
         self._frequencies = frequencies.to(device)
         self._dtype = dtype
+        self._kept = torch.empty((2, _KEPT_ROWS, len(frequencies)), dtype=dtype, device=device)
 
     def begin(self, positions: torch.Tensor) -> None:
         """Compute the angles for a step's positions, [tokens]."""
         angles = positions.float()[:, None] * self._frequencies
-        self.cosines = angles.cos().mul_(self._scale).to(self._dtype)
-        self.sines = angles.sin().mul_(self._scale).to(self._dtype)
+        self.cosines = self._in_place(0, angles.cos().mul_(self._scale))
+        self.sines = self._in_place(1, angles.sin().mul_(self._scale))
+
+    def _in_place(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """In the engine's type, and of few tokens in the memory that recorded steps read."""
+        if len(values) > _KEPT_ROWS:
+            return values.to(self._dtype)
+        return self._kept[number, : len(values)].copy_(values)
 
     def rotate(self, x: torch.Tensor) -> None:
         """Rotate heads, [tokens, heads, head_dim], in place: the first half of what is rotated with the

@@ -87,9 +87,9 @@ class IntegerProducts:
 
     def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """x [n, in], sorted by group, of which each has so many rows -> [n, out]."""
-        values = x.float().contiguous()
+        values = native.converted(x.contiguous(), torch.float32)
         ranges = None if self._agree is None else self._agree(ranges_of(values))
-        return self._multiply(values, counts, ranges).to(x.dtype)
+        return native.converted(self._multiply(values, counts, ranges), x.dtype)
 
 
 def rounding(weight: QuantisedWeight) -> Activations | None:

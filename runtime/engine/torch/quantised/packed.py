@@ -55,8 +55,8 @@ class PackedWeight:
         added = None if bias is None else native.pack_bias(bias)
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            result = native.linear_quantised(self._ordered(x).float().contiguous(), self, added)
-            return result.to(x.dtype)
+            values = native.converted(self._ordered(x).contiguous(), torch.float32)
+            return native.converted(native.linear_quantised(values, self, added), x.dtype)
 
         return run
 

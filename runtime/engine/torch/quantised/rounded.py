@@ -57,6 +57,7 @@ class RoundedWeight:
 
         def run(x: torch.Tensor) -> torch.Tensor:
             ordered = x if self.order is None else x.index_select(1, self.order)
-            return native.linear_rounded(ordered.float().contiguous(), self, added).to(x.dtype)
+            values = native.converted(ordered.contiguous(), torch.float32)
+            return native.converted(native.linear_rounded(values, self, added), x.dtype)
 
         return run
