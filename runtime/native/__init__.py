@@ -24,6 +24,7 @@ from runtime.native.kernels import (
     turn_and_store,
 )
 from runtime.native.library import (
+    apart,
     copies,
     empty,
     multiplies,
@@ -53,6 +54,7 @@ __all__ = [
     "Replay",
     "Spans",
     "add",
+    "apart",
     "attend_chunk",
     "attend_paged",
     "attends_to",

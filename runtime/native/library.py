@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -70,6 +70,8 @@ class Recorder(Protocol):
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
     def keep(self, kept: object) -> None: ...
+
+    def apart(self, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor: ...
 
 
 class _Here(threading.local):
@@ -149,6 +151,13 @@ def kept(argument: Kept) -> Kept:
     if (recorder := here.recorder) is not None:
         recorder.keep(argument)
     return argument
+
+
+def apart(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """compute(x), which may use any operators: where calls are recorded, it is called again itself."""
+    if (recorder := here.recorder) is not None:
+        return recorder.apart(compute, x)
+    return compute(x)
 
 
 @cache

@@ -8,7 +8,7 @@ instead, in one call: its inputs are where the other's were, and its results whe
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,9 @@ class Recording:
 
     def __init__(self, arena: Arena) -> None:
         self._arena, self._guard = arena, _OnlyViews()
-        self._calls: list[tuple[int, bytes]] = []
-        self._kept: list[object] = []
+        self._parts = list[Callable[[], object]]()
+        self._calls = list[tuple[int, bytes]]()
+        self._kept = list[object]()
 
     def __enter__(self) -> Recording:
         self._arena.begin()
@@ -104,15 +105,33 @@ class Recording:
         self._calls.append((repeat, struct.pack(form, *(argument or 0 for argument in arguments))))
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        # Views of a block: nothing that the guard refuses.
         return self._arena.empty(size, dtype)
 
     def keep(self, kept: object) -> None:
         self._kept.append(kept)
 
+    def apart(self, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """compute(x), where it is found by what is recorded next."""
+        self.__exit__(None, None, None)
+        try:
+            found = compute(x)
+            output = self._arena.empty(found.shape, found.dtype).copy_(found)
+        finally:
+            self._guard.__enter__()
+            library.here.recorder = self
+        self._end_calls()
+        self._parts.append(lambda: output.copy_(compute(x)))
+        return output
+
     def replay(self) -> Replay:
         """What makes the calls again."""
-        return Replay(self._calls, self._kept)
+        self._end_calls()
+        return Replay(self._parts, self._kept)
+
+    def _end_calls(self) -> None:
+        if self._calls:
+            self._parts.append(_Calls(self._calls))
+            self._calls = []
 
 
 class Replay:
@@ -120,22 +139,36 @@ class Replay:
 
     Parameters
     ----------
-    calls : what repeats each, and its arguments, 8 bytes each
+    parts : calls of kernels, and what is computed apart from them
     kept : what must live as long as this
     """
 
-    def __init__(self, calls: Sequence[tuple[int, bytes]], kept: Sequence[object]) -> None:
-        self._kept = kept
+    def __init__(self, parts: Sequence[Callable[[], object]], kept: Sequence[object]) -> None:
+        self._parts, self._kept = parts, kept
+
+    def __call__(self) -> None:
+        for part in self._parts:
+            part()
+
+
+class _Calls:
+    """Calls of kernels, one after the other.
+
+    Parameters
+    ----------
+    calls : what repeats each, and its arguments, 8 bytes each
+    """
+
+    def __init__(self, calls: Sequence[tuple[int, bytes]]) -> None:
         self._arguments = np.frombuffer(b"".join(arguments for _, arguments in calls), dtype=np.uint8).copy()
         table, at = np.empty((len(calls), 2), dtype=np.uint64), self._arguments.ctypes.data
         for line, (repeat, arguments) in zip(table, calls, strict=True):
             line[:] = repeat, at
             at += len(arguments)
-        self._table = table
-        self._call = table.ctypes.data, len(calls)
+        self._table, self._address = table, table.ctypes.data
 
     def __call__(self) -> None:
-        library.call("replay", *self._call)
+        library.call("replay", self._address, len(self._table))
 
 
 class _OnlyViews(TorchDispatchMode):

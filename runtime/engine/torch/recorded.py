@@ -102,7 +102,7 @@ class RecordedSteps:
     ) -> RecordedSteps | None:
         """Those of a stage whose steps may be replayed; None: they can't."""
         attentions = [attention, windowed[0]] if windowed else [attention]
-        if not stage.replays or stage.rank.tp > 1:
+        if stage.rank.tp > 1:
             return None
         return cls(stage, attention, windowed) if all(isinstance(a, CpuAttention) for a in attentions) else None
 

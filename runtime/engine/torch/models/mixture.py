@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime import native
 from runtime.engine.torch.experts import Experts, Mixture
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import CheckpointConfig, Cut
@@ -66,7 +67,11 @@ class MixtureStage(LlamaStage):
         if not self._has_experts(layer):
             return super()._load_feed_forward(name, layer)
         route, experts = self._load_router(self._mixture_name(name)), self._load_experts(name)
-        return lambda x: experts(x, *route(x))
+
+        def routed(x: torch.Tensor) -> torch.Tensor:
+            return experts(x, *route(x))
+
+        return lambda x: native.apart(routed, x)
 
     def _load_router(self, name: str) -> Router:
         experts = self._mixture.experts

@@ -1,0 +1,252 @@
+"""Steps of decodes that are replayed give the bits of the same steps run kernel by kernel."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import LAYERS, VOCAB, WRITERS, write_llama
+from quantised import quantise
+
+from runtime import native
+from runtime.engine.rank import Rank
+from runtime.engine.torch import recorded
+from runtime.engine.torch.engine import TorchEngine
+from runtime.kv_cache.pool import PagedCache
+from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step, StepResult
+from runtime.protocol.message import PROTOCOL_VERSION, Sampling, StageShape
+from runtime.protocol.to_workers import Configure, WindowedLayers
+
+if not native.serves(torch.float32, torch.device("cpu")):
+    pytest.skip("the kernels are not compiled", allow_module_level=True)
+
+BLOCK, BLOCKS, TOKENS = 8, 120, 14
+LENGTHS = (1, 12, 31, 7, 3)
+WHOLE = (StageShape(workers=("w/0",), first_layer=0, end_layer=LAYERS),)
+TWO = (
+    StageShape(workers=("w/0",), first_layer=0, end_layer=2),
+    StageShape(workers=("w/1",), first_layer=2, end_layer=LAYERS),
+)
+DENSE = ("gemma2", "gemma3", "llama", "mistral", "phi3", "qwen2", "qwen3")
+MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe")
+OTHERS = ("deepseek_v3", "opt")
+WINDOWED = {"mistral": tuple(range(LAYERS)), "gemma3": (0, 1, 3, 4), "gpt_oss": (0, 2, 4)}
+
+
+class Pipeline:
+    """Engines of a replica's stages in one process, and what their layers see of steps."""
+
+    def __init__(
+        self, folder: Path, stages: Sequence[StageShape], dtype: str, replays: bool, windowed: bool = False
+    ) -> None:
+        self.engines = [_engine(folder, tuple(stages), number, dtype, windowed) for number in range(len(stages))]
+        self.replayed, self.texts, self.results = 0, list[list[int]](), list[StepResult]()
+        sent = list[torch.Tensor]()
+        for engine in self.engines:
+            collectives = engine._stage.collectives
+            collectives.send = sent.append
+            collectives.receive = lambda shape, dtype: sent.pop()
+            if not replays:
+                engine._runner._recorded = None
+
+    def serve(self, seed: int) -> None:
+        """Steps of random chunks of random requests until each has its tokens; one begins anew in other
+        blocks."""
+        rng = random.Random(seed)
+        prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
+        free = list(range(BLOCKS))
+        rng.shuffle(free)
+        self.texts, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
+        tables: dict[str, list[int]] = {}
+        windowed: dict[str, list[int]] = {}
+        for number in range(len(prompts)):
+            self._begin(number, tables, windowed)
+        again, steps = rng.randrange(len(prompts)), 0
+        while live := [n for n, text in enumerate(self.texts) if len(text) < len(prompts[n]) + TOKENS]:
+            if steps == 9:
+                self._begin(again, tables, windowed)
+                done[again] = 0
+            rng.shuffle(live)
+            sequences = list[SequenceStep]()
+            for number in live[: rng.randint(1, len(live))]:
+                text, name = self.texts[number], str(number)
+                part = text[done[number] :][: rng.choice([1, 5, 64])]
+                end = done[number] + len(part)
+                for table in (tables[name], windowed[name]):
+                    table += [free.pop() for _ in range(-(-end // BLOCK) - len(table))]
+                sequences.append(
+                    SequenceStep(
+                        request_id=name,
+                        tokens=tuple(part),
+                        position=done[number],
+                        index=0,
+                        samples=end == len(text),
+                    )
+                )
+                done[number] = end
+            step = Step(step=1, starts=(), sequences=tuple(sequences))
+            result = [engine.run(step, tables, windowed, None) for engine in self.engines][-1]
+            assert result is not None
+            self.results.append(result)
+            sampled = [int(each.request_id) for each in sequences if each.samples]
+            for number, token in zip(sampled, result.tokens, strict=True):
+                self.texts[number].append(token)
+            steps += 1
+
+    def _begin(self, number: int, *tables: dict[str, list[int]]) -> None:
+        for each in tables:
+            each[str(number)] = []
+        start = SequenceStart(request_id=str(number), sampling=Sampling(max_tokens=99, logprobs=5))
+        for engine in self.engines:
+            engine.begin(Step(step=0, starts=(start,), sequences=()))
+
+
+def _engine(
+    folder: Path, stages: tuple[StageShape, ...], number: int, dtype: str, windowed: bool
+) -> TorchEngine:
+    worker, family = stages[number].workers[0], folder.name
+    limited = WindowedLayers(layers=WINDOWED[family], window=9, kv_budget_tokens=BLOCKS * BLOCK) if windowed else None
+    config = Configure(
+        protocol=PROTOCOL_VERSION,
+        worker=worker,
+        replica="w",
+        role="colocated",
+        stages=stages,
+        checkpoint=str(folder),
+        device="cpu",
+        dtype=dtype,
+        kv_budget_tokens=BLOCKS * BLOCK,
+        block_tokens=BLOCK,
+        max_batch=len(LENGTHS),
+        max_prefill_tokens=64,
+        max_mixed_tokens=16,
+        steps_in_flight=1,
+        reuse_prefixes=False,
+        host="127.0.0.1",
+        secret="",
+        threads=2,
+        windowed=limited,
+    )
+    engine = TorchEngine(config, Rank.find(stages, worker))
+    engine.load()
+    assert isinstance(engine.cache, PagedCache)
+    engine.cache.pool.fill_(torch.nan)
+    return engine
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many parts each replay has: one, or more where something is computed apart."""
+    counts, original = list[int](), native.Replay.__call__
+
+    def replay(self: native.Replay) -> None:
+        counts.append(len(self._parts))
+        original(self)
+
+    monkeypatch.setattr(native.Replay, "__call__", replay)
+    return counts
+
+
+def compare(folder: Path, stages: Sequence[StageShape], dtype: str, seed: int, windowed: bool = False) -> None:
+    """Serve the same requests with and without replays."""
+    found = []
+    for replays in (True, False):
+        pipeline = Pipeline(folder, stages, dtype, replays, windowed)
+        pipeline.serve(seed)
+        found.append((pipeline.texts, pipeline.results))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stages", [WHOLE, TWO], ids=["whole", "two stages"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
+def test_replays_give_the_same_bits(
+    family: str, dtype: str, stages: Sequence[StageShape], replays: list[int], tmp_path: Path
+) -> None:
+    compare(WRITERS[family](tmp_path / family, head_dim=16), stages, dtype, seed_of(family, dtype))
+    assert len(replays) > 5
+    assert (max(replays) > 1) == (family in MIXTURES)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_replays_find_layers_with_a_cache_of_their_own(
+    family: str, replays: list[int], tmp_path: Path
+) -> None:
+    compare(WRITERS[family](tmp_path / family, head_dim=16), TWO, "float32", 5, windowed=True)
+    assert len(replays) > 5
+
+
+@pytest.mark.parametrize(
+    "form", ["GPTQ 4 bits", "compressed-tensors int4, zeros", "W8A8", "compressed-tensors fp8"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replays_multiply_by_quantised_weights(
+    form: str, dtype: str, replays: list[int], tmp_path: Path
+) -> None:
+    plain = write_llama(tmp_path / "plain", head_dim=16)
+    quantise(plain, form, tmp_path / "llama")
+    compare(tmp_path / "llama", WHOLE, dtype, 11)
+    assert len(replays) > 5
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_others_run_kernel_by_kernel(family: str, replays: list[int], tmp_path: Path) -> None:
+    compare(WRITERS[family](tmp_path / family), WHOLE, "float32", 3)
+    assert not replays
+
+
+def test_more_sequences_than_are_recorded(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(recorded, "MOST", 2)
+    compare(write_llama(tmp_path / "llama", head_dim=16), WHOLE, "float32", 4)
+    assert len(replays) > 2
+
+
+def test_only_kernels_are_recorded() -> None:
+    x, weight = torch.ones(2, 32), torch.full((32,), 2.0)
+    recording = native.Recording(native.Arena())
+    with pytest.raises(native.NotRepeatable, match="mul"), recording:
+        native.rms_norm(x, weight, 1e-6) * 2
+    assert torch.equal(x * 2, torch.full((2, 32), 2.0))  # nothing is recorded any more
+
+
+def test_what_is_computed_apart_is_computed_again() -> None:
+    x, weight = torch.rand(3, 64), torch.rand(64)
+    with native.Recording(native.Arena()) as recording:
+        normed = native.rms_norm(x, weight, 1e-6)
+        output = native.rms_norm(native.apart(lambda rows: rows.flip(0).mul(2), normed), weight, 1e-6)
+    replay = recording.replay()
+    for _ in range(2):
+        x.copy_(torch.rand(3, 64))
+        replay()
+        expected = native.rms_norm(native.rms_norm(x, weight, 1e-6).flip(0).mul(2), weight, 1e-6)
+        assert torch.equal(output, expected)
+
+
+def test_what_a_layer_writes_stays_until_the_next_one_is_done() -> None:
+    """Three layers, the first and the third of which write to the same place."""
+    arena, x = native.Arena(), torch.rand(3, 64)
+    weight = torch.rand(64)
+    with native.Recording(arena) as recording:
+        outputs = []
+        for _ in range(3):
+            outputs.append(native.rms_norm(outputs[-1] if outputs else x, weight, 1e-6))
+            recording.turn()
+    first, second, third = (output.data_ptr() for output in outputs)
+    assert first == third != second
+    replay, found = recording.replay(), outputs[-1].clone()
+    outputs[-1].zero_()
+    replay()
+    assert torch.equal(outputs[-1], found)
+    x.copy_(torch.rand(3, 64))
+    replay()
+    assert not torch.equal(outputs[-1], found)
+
+
+def seed_of(*parts: str) -> int:
+    """A seed that is the same in every run."""
+    return sum("".join(parts).encode())
