@@ -18,7 +18,9 @@ def kernels() -> list[Extension]:
         Extension(
             f"runtime.native._{name}",
             [f"runtime/native/{source}.cpp" for source in SOURCES],
-            depends=[f"runtime/native/{header}.h" for header in ("vectors", "products", "kv_formats", "replay")],
+            depends=[
+                f"runtime/native/{header}.h" for header in ("vectors", "products", "kv_formats", "replay")
+            ],
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fopenmp", *flags],
             extra_link_args=["-fopenmp"],
             language="c++",

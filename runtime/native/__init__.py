@@ -12,9 +12,9 @@ from runtime.native.integers import LARGEST_INPUTS, GroupedIntegers, Integers, f
 from runtime.native.kernels import (
     PLAIN_KV,
     Spans,
+    add,
     attend_chunk,
     attend_paged,
-    add,
     attends_to,
     converted,
     gate,

@@ -147,7 +147,8 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def kept(argument: Kept) -> Kept:
-    """Something whose address a kernel gets, and that nobody else holds: it lives as long as what is recorded."""
+    """Something whose address a kernel gets, and that nobody else holds; it lives as long as what is
+    recorded."""
     if (recorder := here.recorder) is not None:
         recorder.keep(argument)
     return argument

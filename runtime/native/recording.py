@@ -48,8 +48,8 @@ class _Region:
 
 
 class Arena:
-    """Memory for what recorded calls write. What a layer of a model writes stays until the next layer is done.
-    Recordings that are never under way together share it."""
+    """Memory for what recorded calls write, shared by recordings that are never under way together. What a
+    layer of a model writes stays until the next layer is done."""
 
     def __init__(self) -> None:
         self._regions = _Region(), _Region()

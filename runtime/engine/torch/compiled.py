@@ -26,8 +26,8 @@ class Kernels:
     norm_dims : most dimensions of that weight
     gate, gelu_gate : SiLU or GELU of the first half of each row [n, 2 x width], times the second half
     add : to the first, in place, the second, which has its size
-    norm_heads : the norm of the first heads of [tokens, heads, head_dim], in place, each with its row of a weight
-        [normed heads, head_dim]
+    norm_heads : the norm of the first heads of [tokens, heads, head_dim], in place, each with its row of a
+        weight [normed heads, head_dim]
 
     None: there is no such kernel.
     """

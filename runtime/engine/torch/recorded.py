@@ -1,7 +1,7 @@
 """Steps of decodes on a CPU that are replayed: all kernels of a step in one call.
 
-The first step of each number of sequences is recorded, with its inputs in fixed places; later ones write theirs
-there. Models that compute by other means than our kernels run as before.
+The first step of each number of sequences is recorded, with its inputs in fixed places; later ones write
+theirs there. Models that compute by other means than our kernels run kernel by kernel.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class _Places:
     def plans(self, count: int) -> dict[int | None, Plan]:
         """The attention's plans for steps of so many sequences, by window."""
         tables = self._blocks.reshape(-1)
-        return {window: Plan(native.Spans(tables, spans[:count]), ()) for window, spans in self._spans.items()}
+        return {
+            window: Plan(native.Spans(tables, spans[:count]), ()) for window, spans in self._spans.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ class RecordedSteps:
         attentions = [attention, windowed[0]] if windowed else [attention]
         if stage.rank.tp > 1:
             return None
-        return cls(stage, attention, windowed) if all(isinstance(a, CpuAttention) for a in attentions) else None
+        return (
+            cls(stage, attention, windowed) if all(isinstance(a, CpuAttention) for a in attentions) else None
+        )
 
     def takes(self, sequences: Sequence[SequenceStep]) -> bool:
         """Whether a step of these sequences can be replayed: of single tokens, after each of which one is

@@ -150,23 +150,57 @@ def test_rms_norm_in_bfloat16(rows: int, width: int) -> None:
     assert torch.equal(native.rms_norm(x, wide, 1e-5), (scaled * wide).bfloat16())
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("dim", [16, 20])
+@pytest.mark.parametrize(
+    "types", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
+)
+def test_norms_of_heads_in_place(rows: int, dim: int, types: tuple[torch.dtype, torch.dtype]) -> None:
+    """As norms of rows; heads that are not normed stay as they are."""
+    torch.manual_seed(rows)
+    heads, weight = (torch.randn(rows, 5, dim) * 30).to(types[0]), torch.randn(3, dim).to(types[1])
+    expected = heads.clone()
+    for head in range(3):
+        expected[:, head] = native.rms_norm(heads[:, head].contiguous(), weight[head], 1e-5)
+    native.norm_heads(heads[:, :3], weight, 1e-5)
+    assert torch.equal(heads, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 3), (4, 1001), (70, 520)])
+def test_sums_and_conversions_are_those_of_torch(size: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(size[0])
+    x, y = torch.randn(size).to(dtype), (torch.randn(size) * 100).to(dtype)
+    expected = x + y
+    assert native.add(x, y) is x
+    assert torch.equal(x, expected)
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    assert torch.equal(native.converted(x, other), x.to(other))
+    assert native.converted(x, dtype) is x
+    assert torch.equal(native.converted(x.half(), dtype), x.half().to(dtype))
+
+
+@pytest.mark.parametrize("is_gelu", [False, True])
 @pytest.mark.parametrize("width", [3, 64, 1001])
-def test_gate_in_bfloat16(width: int) -> None:
+def test_gate_in_bfloat16(width: int, is_gelu: bool) -> None:
     """As in float32, and rounded once."""
     gate_up = (torch.randn(7, 2 * width) * 20).bfloat16()
     gate_up.view(-1)[:3] = torch.tensor([-1e4, 1e4, torch.nan])
-    expected = native.gate(gate_up.float()).bfloat16()
-    torch.testing.assert_close(native.gate(gate_up), expected, rtol=0, atol=0, equal_nan=True)
+    expected = native.gate(gate_up.float(), is_gelu).bfloat16()
+    torch.testing.assert_close(native.gate(gate_up, is_gelu), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("is_gelu", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", [3, 64, 1001])
-def test_gate(rows: int, width: int) -> None:
+def test_gate(rows: int, width: int, is_gelu: bool) -> None:
     torch.manual_seed(rows)
-    gate_up = torch.randn(rows, 2 * width) * 20
+    gate_up = torch.randn(rows, 2 * width) * (3 if is_gelu else 20)
     gate_up.view(-1)[:3] = torch.tensor([-1e4, 1e4, -0.0])
     gate, up = gate_up.double().chunk(2, dim=-1)
-    torch.testing.assert_close(native.gate(gate_up).double(), F.silu(gate) * up, rtol=1e-5, atol=1e-6)
+    curve = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+    found = native.gate(gate_up, is_gelu).double()
+    torch.testing.assert_close(found, curve * up, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_no_number_stays_none() -> None:

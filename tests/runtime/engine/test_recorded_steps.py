@@ -42,7 +42,9 @@ class Pipeline:
     def __init__(
         self, folder: Path, stages: Sequence[StageShape], dtype: str, replays: bool, windowed: bool = False
     ) -> None:
-        self.engines = [_engine(folder, tuple(stages), number, dtype, windowed) for number in range(len(stages))]
+        self.engines = [
+            _engine(folder, tuple(stages), number, dtype, windowed) for number in range(len(stages))
+        ]
         self.replayed, self.texts, self.results = 0, list[list[int]](), list[StepResult]()
         sent = list[torch.Tensor]()
         for engine in self.engines:
@@ -108,7 +110,11 @@ def _engine(
     folder: Path, stages: tuple[StageShape, ...], number: int, dtype: str, windowed: bool
 ) -> TorchEngine:
     worker, family = stages[number].workers[0], folder.name
-    limited = WindowedLayers(layers=WINDOWED[family], window=9, kv_budget_tokens=BLOCKS * BLOCK) if windowed else None
+    limited = (
+        WindowedLayers(layers=WINDOWED[family], window=9, kv_budget_tokens=BLOCKS * BLOCK)
+        if windowed
+        else None
+    )
     config = Configure(
         protocol=PROTOCOL_VERSION,
         worker=worker,
@@ -150,7 +156,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def compare(folder: Path, stages: Sequence[StageShape], dtype: str, seed: int, windowed: bool = False) -> None:
+def compare(
+    folder: Path, stages: Sequence[StageShape], dtype: str, seed: int, windowed: bool = False
+) -> None:
     """Serve the same requests with and without replays."""
     found = []
     for replays in (True, False):

@@ -16,6 +16,7 @@ from checkpoints import LAYERS, VOCAB, WRITERS, greedy
 
 from runtime.engine.rank import Rank
 from runtime.engine.torch.attention import gpu
+from runtime.engine.torch.block_tables import BlockTables
 from runtime.engine.torch.engine import TorchEngine
 from runtime.engine.torch.gpu import graphs
 from runtime.kv_cache.pool import PagedCache

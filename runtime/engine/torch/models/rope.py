@@ -56,11 +56,13 @@ class Rotary:
     def begin(self, positions: torch.Tensor) -> None:
         """Compute the angles for a step's positions, [tokens]."""
         angles = positions.float()[:, None] * self._frequencies
-        self.cosines = self._in_place(0, angles.cos().mul_(self._scale))
-        self.sines = self._in_place(1, angles.sin().mul_(self._scale))
+        self.cosines = self._in_place(0, angles.cos())
+        self.sines = self._in_place(1, angles.sin_())
 
     def _in_place(self, number: int, values: torch.Tensor) -> torch.Tensor:
-        """In the engine's type, and of few tokens in the memory that recorded steps read."""
+        """Scaled, in the engine's type, and of few tokens in the memory that recorded steps read."""
+        if self._scale != 1:
+            values.mul_(self._scale)
         if len(values) > _KEPT_ROWS:
             return values.to(self._dtype)
         return self._kept[number, : len(values)].copy_(values)

@@ -37,6 +37,16 @@ def largest(scores: torch.Tensor) -> torch.Tensor:
     return scores.argmax(-1)
 
 
+def unsettle(tokens: torch.Tensor, scores: torch.Tensor) -> None:
+    """Mark the tokens [rows] whose scores [rows, vocab] are no finite numbers, in place."""
+    if scores.device.type == "cpu":
+        chosen = tokens.numpy()
+        chosen[~np.isfinite(scores.numpy()[np.arange(len(chosen)), chosen])] = UNSETTLED
+        return
+    finite = scores.gather(1, tokens.clamp(min=0)[:, None])[:, 0].isfinite()
+    tokens.masked_fill_(~finite, UNSETTLED)
+
+
 def draw(
     logits: torch.Tensor, temperature: torch.Tensor, hashes: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.engine.torch.sampling.draw import UNSETTLED
+from runtime.engine.torch.sampling.draw import UNSETTLED, unsettle
 from runtime.engine.torch.sampling.penalties import History
 from runtime.engine.torch.sampling.rules import BatchRules
 from runtime.protocol.message import Sampling, TokenLogprobs
@@ -78,8 +78,7 @@ class Sampler:
         rules = self._rules_of(tuple(request_ids), raw)
         scores = rules.adjust(raw, indices, in_place=raw is not logits)
         tokens = rules.choose(scores, indices)
-        finite = scores.gather(1, tokens.clamp(min=0)[:, None])[:, 0].isfinite()
-        tokens.masked_fill_(~finite, UNSETTLED)
+        unsettle(tokens, scores)
         chosen, details = _fetch(tokens, logprobs, counts)
         if UNSETTLED in chosen:
             rows = [row for row, token in enumerate(chosen) if token == UNSETTLED]
