@@ -17,8 +17,8 @@
 namespace {
 
 constexpr float LARGEST = 32767, SMALLEST = 1e-30f;
-constexpr long AHEAD = 16;            // words of a panel between what is prefetched and what is used
-constexpr long BLOCK_BYTES = 1 << 19; // of x, which stays in the L2 cache while all panels pass
+constexpr long AHEAD = LANES == 16 ? 16 : 64; // words of a panel between what is prefetched and what is used
+constexpr long BLOCK_BYTES = 1 << 19;         // of x, which stays in the L2 cache while all panels pass
 
 struct Weights {
     const int32_t *codes;
@@ -31,11 +31,14 @@ struct Weights {
 
 #if defined(__AVX2__)
 
-// How a word of a panel holds the codes of neighbouring inputs for one output. `pair` is the first two that are left, in
-// 16 bits each, and `next` a word without them. Zeros of a group are codes, too: BYTES for all outputs of a panel.
+// How a word of a panel holds the codes of neighbouring inputs for one output. `pair` is the first two that are left,
+// in 16 bits each, and `next` a word without them. Zeros of a group are codes, too: BYTES for all outputs of a panel.
+// AT_ONCE panels are passed by one row at once: memory is read faster in several places at a time, and the processor
+// then fetches ahead by itself (measured with AVX2). Nibbles, which need more registers, are not the faster for it.
 
 struct Nibbles {
     static constexpr long PAIRS = 4;
+    static constexpr int AT_ONCE = 1;
     static constexpr int32_t MIDDLE = 8;
     static inline Ints pair(const Ints &word) { return word & 0x000f000f; }
     static inline Ints next(const Ints &word) { return word >> 4; }
@@ -48,6 +51,7 @@ struct Nibbles {
 
 struct SignedBytes {
     static constexpr long PAIRS = 2;
+    static constexpr int AT_ONCE = LANES == 8 ? 3 : 1;
     static constexpr int32_t MIDDLE = 0;
     static inline Ints pair(const Ints &word) {
 #if defined(__AVX512F__)
@@ -118,6 +122,25 @@ Step round_run(const float *x, long count, Codes16 *codes) {
     int32_t sum = 0;
     for (int lane = 0; lane < LANES; ++lane) sum += sums[lane];
     return {largest / LARGEST, sum};
+}
+
+// A group of the inputs of a panel's outputs.
+struct Group {
+    long at;
+
+    Group(const Weights &weights, long panel, long run) : at(panel * weights.groups + weights.runs[3 * run + 2]) {}
+
+    Floats scale(const Weights &weights, int part) const {
+        return weights.scale_width == 1 ? all(read_scale(weights.scales, weights.scale_type, at))
+                                        : read_scales(weights.scales, weights.scale_type, at * PANEL + part * LANES);
+    }
+    template <typename Codes> Ints zero(const Weights &weights, int part) const {
+        return weights.zeros ? Codes::zeros(weights.zeros + at * Codes::BYTES, part) : Ints{} + Codes::MIDDLE;
+    }
+};
+
+inline void add_run(float *total, const Ints &sum, const Floats &scale, const Ints &zero, const Step &step) {
+    store(total, load(total) + __builtin_convertvector(sum - zero * step.sum, Floats) * (scale * step.scale));
 }
 
 // Words of each output's codes, the last one padded.
@@ -192,36 +215,74 @@ template <typename Codes> struct Product {
             const long first = weights.runs[3 * run] / WORD, end = (weights.runs[3 * run + 1] + WORD - 1) / WORD;
             const int32_t *own = x + first * Codes::PAIRS * ROWS;
             Ints sums[CHAINS<ROWS>][ROWS][PANEL_VECTORS] = {};
-            for (long word = first; word < end; ++word, codes += PANEL, ahead.at += ahead.step, own += Codes::PAIRS * ROWS) {
+            for (long word = first; word < end; ++word, codes += PANEL, own += Codes::PAIRS * ROWS) {
                 Ints words[PANEL_VECTORS];
                 for (int part = 0; part < PANEL_VECTORS; ++part) {
                     words[part] = load_words(codes + part * LANES);
                     __builtin_prefetch(ahead.at + part * sizeof(Ints), 0, 2);
                 }
+                ahead.at += ahead.step;
                 add_pairs<ROWS>(own, words, sums);
             }
-            const long at = panel * weights.groups + weights.runs[3 * run + 2];
+            const Group group(weights, panel, run);
 #pragma GCC unroll 2
             for (int part = 0; part < PANEL_VECTORS; ++part) {
-                const Floats scale = weights.scale_width == 1
-                                         ? all(read_scale(weights.scales, weights.scale_type, at))
-                                         : read_scales(weights.scales, weights.scale_type, at * PANEL + part * LANES);
-                const Ints zero = weights.zeros ? Codes::zeros(weights.zeros + at * Codes::BYTES, part)
-                                                : Ints{} + Codes::MIDDLE;
+                const Floats scale = group.scale(weights, part);
+                const Ints zero = group.template zero<Codes>(weights, part);
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; ++row) {
-                    const Step &step = steps[row * weights.count + run];
-                    Ints sum = sums[0][row][part] - zero * step.sum;
+                    Ints sum = sums[0][row][part];
 #pragma GCC unroll 4
                     for (int chain = 1; chain < CHAINS<ROWS>; ++chain) sum += sums[chain][row][part];
-                    float *const total = totals[row] + part * LANES;
-                    store(total, load(total) + __builtin_convertvector(sum, Floats) * (scale * step.scale));
+                    add_run(totals[row] + part * LANES, sum, scale, zero, steps[row * weights.count + run]);
                 }
             }
         }
         for (int row = 0; row < ROWS; ++row)
             for (long at = 0; at < width; ++at)
-                output[row * output_row + at] = totals[row][at] + (weights.bias ? weights.bias[panel * PANEL + at] : 0.f);
+                output[row * output_row + at] =
+                    totals[row][at] + (weights.bias ? weights.bias[panel * PANEL + at] : 0.f);
+    }
+
+    // One row of x times Codes::AT_ONCE panels, each with the results of `multiply`; `width` is that of the last one.
+    static void multiply_row(const int32_t *x, const Step *steps, const Weights &weights, long panel, float *output,
+                             long width) {
+        constexpr long WORD = 2 * Codes::PAIRS;
+        constexpr int AT_ONCE = Codes::AT_ONCE;
+        float totals[AT_ONCE][PANEL] = {};
+        const long size = words_of<Codes>(weights) * PANEL;
+        const int32_t *codes = weights.codes + panel * size;
+        for (long run = 0; run < weights.count; ++run) {
+            const long first = weights.runs[3 * run] / WORD, end = (weights.runs[3 * run + 1] + WORD - 1) / WORD;
+            const int32_t *own = x + first * Codes::PAIRS;
+            Ints sums[AT_ONCE][PANEL_VECTORS] = {};
+            for (long word = first; word < end; ++word, codes += PANEL, own += Codes::PAIRS) {
+                Ints words[AT_ONCE][PANEL_VECTORS];
+                for (int next = 0; next < AT_ONCE; ++next)
+                    for (int part = 0; part < PANEL_VECTORS; ++part)
+                        words[next][part] = load_words(codes + next * size + part * LANES);
+#pragma GCC unroll 4
+                for (int pair = 0; pair < Codes::PAIRS; ++pair) {
+                    const Ints two = Ints{} + own[pair];
+#pragma GCC unroll 4
+                    for (int next = 0; next < AT_ONCE; ++next)
+#pragma GCC unroll 2
+                        for (int part = 0; part < PANEL_VECTORS; ++part) {
+                            Ints &word = words[next][part], &sum = sums[next][part];
+                            sum = with_product(sum, Codes::pair(word), two);
+                            word = Codes::next(word);
+                        }
+                }
+            }
+            for (int next = 0; next < AT_ONCE; ++next) {
+                const Group group(weights, panel + next, run);
+                for (int part = 0; part < PANEL_VECTORS; ++part)
+                    add_run(totals[next] + part * LANES, sums[next][part], group.scale(weights, part),
+                            group.template zero<Codes>(weights, part), steps[run]);
+            }
+        }
+        for (long at = 0; at < (AT_ONCE - 1) * PANEL + width; ++at)
+            output[at] = totals[at / PANEL][at % PANEL] + (weights.bias ? weights.bias[panel * PANEL + at] : 0.f);
     }
 };
 
@@ -241,10 +302,15 @@ void multiply_all(const float *x, long rows, const Weights &weights, long output
             round_row(x + row * weights.inputs, weights, Place(row, rows, block), steps.get() + row * weights.count,
                       codes.data(), laid_out.get(), x_row);
 #pragma omp for schedule(dynamic, 1)
-        for (long at = 0; at < static_cast<long>(pieces.size()); ++at)
+        for (long at = 0; at < static_cast<long>(pieces.size()); ++at) {
+            const long end = pieces[at].end_panel;
+            long begin = pieces[at].first_panel;
+            if constexpr (constexpr int AT_ONCE = Codes::AT_ONCE; AT_ONCE > 1)
+                for (; rows == 1 && begin + AT_ONCE <= end; begin += AT_ONCE)
+                    Product<Codes>::multiply_row(laid_out.get(), steps.get(), weights, begin, output + begin * PANEL,
+                                                 std::min<long>(PANEL, outputs - (begin + AT_ONCE - 1) * PANEL));
             for (long first = 0; first < rows; first += block)
-                for_panels(std::min(block, rows - first), weights.codes, words * PANEL, AHEAD * PANEL,
-                           pieces[at].first_panel, pieces[at].end_panel,
+                for_panels(std::min(block, rows - first), weights.codes, words * PANEL, AHEAD * PANEL, begin, end,
                            [&](long panel, long from, long to, const Ahead &ahead) {
                                const long row = first + from;
                                multiplies<Product<Codes>>.by_rows[to - from](
@@ -252,6 +318,7 @@ void multiply_all(const float *x, long rows, const Weights &weights, long output
                                    ahead, output + row * outputs + panel * PANEL, outputs,
                                    std::min<long>(PANEL, outputs - panel * PANEL));
                            });
+        }
     }
 }
 #endif
