@@ -222,8 +222,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def gate(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
-    """[tokens, 2 x width], contiguous -> SiLU of the first half (or GELU, as approximated with tanh) times the
-    second, [tokens, width]."""
+    """[tokens, 2 x width], contiguous -> SiLU of the first half (or GELU, as approximated with tanh) times
+    the second, [tokens, width]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = library.empty((rows, width), gate_up.dtype)
     library.call(

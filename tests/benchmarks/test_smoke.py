@@ -20,6 +20,7 @@ SMALL = {
     "engine.kv_transfer": "shapes --rounds 1",
     "engine.quantised_matrix": "--formats AWQ --families llama",
     "engine.quantised_speed": "--rounds 1 --batches 1 --layers 1",
+    "engine.step_speed": "--rounds 1 --layers 1 --batches 1 --formats int4",
     "engine.model_matrix": "--models llama --formats float32",
     "engine.sampler_speed": "--steps 1",
     "search.against_exact": "--clusters 2 --seed 2",

@@ -34,19 +34,21 @@ class _Places:
     Parameters
     ----------
     windows : of the layers that have this cache
+    longest : blocks of a sequence, which may be more than this cache has: the table of layers with a window
+        names blocks, too, that are others' by now
     """
 
-    def __init__(self, attention: Attention, windows: set[int | None]) -> None:
+    def __init__(self, attention: Attention, windows: set[int | None], longest: int) -> None:
         self.attention, cache = attention, attention.cache
         self.slots = torch.zeros(MOST, dtype=torch.int64)
         self._slots = self.slots.numpy()
-        self._tables = BlockTables(MOST, cache.blocks, torch.device("cpu"))
+        self._tables = BlockTables(MOST, longest, torch.device("cpu"))
         self._blocks = self._tables.device.numpy()
         self._block_tokens = cache.block_tokens
         self._rows = np.arange(MOST)
         self._spans = {window: np.zeros((MOST, 4), dtype=np.int32) for window in windows}
         for spans in self._spans.values():
-            spans[:, 0], spans[:, 3] = self._rows, self._rows * cache.blocks
+            spans[:, 0], spans[:, 3] = self._rows, self._rows * longest
 
     def put(self, positions: np.ndarray, tables: Sequence[Sequence[int]]) -> None:
         """Write where the tokens at these positions [n] go, and what they attend to."""
@@ -87,9 +89,9 @@ class RecordedSteps:
 
     def __init__(self, stage: DecoderStage, attention: Attention, windowed: Windowed | None) -> None:
         self._stage, self._place = stage, windowed[1] if windowed else None
-        windows = {None, *stage.windows}
-        self._whole = _Places(attention, windows)
-        self._windowed = _Places(windowed[0], windows) if windowed else None
+        windows, longest = {None, *stage.windows}, attention.cache.blocks
+        self._whole = _Places(attention, windows, longest)
+        self._windowed = _Places(windowed[0], windows, longest) if windowed else None
         self._tokens = torch.zeros(MOST, dtype=torch.int64)
         self._positions = torch.zeros(MOST, dtype=torch.int64)
         self._rows = torch.arange(MOST)
@@ -103,12 +105,8 @@ class RecordedSteps:
         cls, stage: DecoderStage, attention: Attention, windowed: Windowed | None
     ) -> RecordedSteps | None:
         """Those of a stage whose steps may be replayed; None: they can't."""
-        attentions = [attention, windowed[0]] if windowed else [attention]
-        if stage.rank.tp > 1:
-            return None
-        return (
-            cls(stage, attention, windowed) if all(isinstance(a, CpuAttention) for a in attentions) else None
-        )
+        by_kernels = all(isinstance(each, CpuAttention) for each in (attention, *(windowed or ())[:1]))
+        return cls(stage, attention, windowed) if by_kernels and stage.rank.tp == 1 else None
 
     def takes(self, sequences: Sequence[SequenceStep]) -> bool:
         """Whether a step of these sequences can be replayed: of single tokens, after each of which one is

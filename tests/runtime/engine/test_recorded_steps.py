@@ -25,6 +25,8 @@ if not native.serves(torch.float32, torch.device("cpu")):
 
 BLOCK, BLOCKS, TOKENS = 8, 120, 14
 LENGTHS = (1, 12, 31, 7, 3)
+OWN = 3
+"""Blocks of a request in layers with a window of 9 tokens, of which a step runs 5 at most."""
 WHOLE = (StageShape(workers=("w/0",), first_layer=0, end_layer=LAYERS),)
 TWO = (
     StageShape(workers=("w/0",), first_layer=0, end_layer=2),
@@ -54,11 +56,11 @@ class Pipeline:
             if not replays:
                 engine._runner._recorded = None
 
-    def serve(self, seed: int) -> None:
+    def serve(self, seed: int, lengths: Sequence[int] = LENGTHS, largest: int = 64) -> None:
         """Steps of random chunks of random requests until each has its tokens; one begins anew in other
-        blocks."""
+        blocks. In layers with a window, each request has OWN blocks in turn."""
         rng = random.Random(seed)
-        prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
+        prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
         free = list(range(BLOCKS))
         rng.shuffle(free)
         self.texts, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
@@ -75,10 +77,11 @@ class Pipeline:
             sequences = list[SequenceStep]()
             for number in live[: rng.randint(1, len(live))]:
                 text, name = self.texts[number], str(number)
-                part = text[done[number] :][: rng.choice([1, 5, 64])]
+                part = text[done[number] :][: rng.choice([1, 5, largest])]
                 end = done[number] + len(part)
-                for table in (tables[name], windowed[name]):
-                    table += [free.pop() for _ in range(-(-end // BLOCK) - len(table))]
+                blocks = range(len(tables[name]), -(-end // BLOCK))
+                tables[name] += [free.pop() for _ in blocks]
+                windowed[name] += [number * OWN + block % OWN for block in blocks]
                 sequences.append(
                     SequenceStep(
                         request_id=name,
@@ -110,11 +113,10 @@ def _engine(
     folder: Path, stages: tuple[StageShape, ...], number: int, dtype: str, windowed: bool
 ) -> TorchEngine:
     worker, family = stages[number].workers[0], folder.name
-    limited = (
-        WindowedLayers(layers=WINDOWED[family], window=9, kv_budget_tokens=BLOCKS * BLOCK)
-        if windowed
-        else None
-    )
+    limited = None
+    if windowed:
+        budget = len(LENGTHS) * OWN * BLOCK
+        limited = WindowedLayers(layers=WINDOWED[family], window=9, kv_budget_tokens=budget)
     config = Configure(
         protocol=PROTOCOL_VERSION,
         worker=worker,
@@ -163,7 +165,10 @@ def compare(
     found = []
     for replays in (True, False):
         pipeline = Pipeline(folder, stages, dtype, replays, windowed)
-        pipeline.serve(seed)
+        if windowed:
+            pipeline.serve(seed, (1, 12, 150, 7, 3), largest=5)
+        else:
+            pipeline.serve(seed)
         found.append((pipeline.texts, pipeline.results))
     assert found[0] == found[1]
 
@@ -183,6 +188,7 @@ def test_replays_give_the_same_bits(
 def test_replays_find_layers_with_a_cache_of_their_own(
     family: str, replays: list[int], tmp_path: Path
 ) -> None:
+    """The longest sequence has more blocks than that cache."""
     compare(WRITERS[family](tmp_path / family, head_dim=16), TWO, "float32", 5, windowed=True)
     assert len(replays) > 5
 
