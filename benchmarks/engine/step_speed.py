@@ -45,15 +45,15 @@ def loaded(folder: Path, dtype: str) -> DecoderStage:
 def compare(stage: DecoderStage, batch: int, rounds: int) -> list[list[float]]:
     """Seconds of steps of so many requests: replayed, and kernel by kernel."""
     blocks = -(-(CONTEXT + rounds * AT_A_TIME + 1) // BLOCK)
-    runner = StageRunner(stage, PagedCache(stage.cache_shape, blocks * batch, BLOCK))
-    replayed, names = runner._recorded, [str(number) for number in range(batch)]
+    cache, names = PagedCache(stage.cache_shape, blocks * batch, BLOCK), [str(n) for n in range(batch)]
+    runners = [StageRunner(stage, cache, replays=replays) for replays in (True, False)]
     tables = {name: list(range(n * blocks, (n + 1) * blocks)) for n, name in enumerate(names)}
     starts = tuple(SequenceStart(request_id=name, sampling=Sampling(ignore_eos=True)) for name in names)
-    runner.begin(Step(step=0, starts=starts, sequences=()))
+    for runner in runners:
+        runner.begin(Step(step=0, starts=starts, sequences=()))
     found: list[list[float]] = [[], []]
     for number in range(rounds):
         for side in (0, 1) if number % 2 else (1, 0):
-            runner._recorded = None if side else replayed
             for position in range(CONTEXT + number * AT_A_TIME, CONTEXT + (number + 1) * AT_A_TIME):
                 sequences = tuple(
                     SequenceStep(
@@ -62,7 +62,7 @@ def compare(stage: DecoderStage, batch: int, rounds: int) -> list[list[float]]:
                     for name in names
                 )
                 began = time.perf_counter()
-                runner.run(Step(step=1, starts=(), sequences=sequences), tables, {}, None)
+                runners[side].run(Step(step=1, starts=(), sequences=sequences), tables, {}, None)
                 if number:  # the first ones record, and meet cold caches
                     found[side].append(time.perf_counter() - began)
     return found

@@ -19,12 +19,14 @@ from runtime.engine.torch.attention.cpu import CpuAttention, Plan
 from runtime.engine.torch.attention.windowed import WindowedAttention
 from runtime.engine.torch.block_tables import BlockTables
 from runtime.engine.torch.models.base import DecoderStage
+from runtime.engine.torch.models.rope import KEPT_ROWS
 from runtime.protocol.between_workers import SequenceStep
 
 log = logging.getLogger(__name__)
 
 MOST = 32
 """Sequences. Steps of more take so long that what is saved does not show."""
+assert MOST <= KEPT_ROWS, "recorded steps read angles that are in the same memory in each step"
 Windowed = tuple[Attention, Callable[[int], tuple[bool, int]]]
 
 

@@ -34,6 +34,7 @@ class StageRunner:
     windowed : the cache of layers with a window, and the place of each layer of the model (see
         WindowedAttention); None: all layers are in the one cache
     most, most_tokens : sequences and tokens of prompts in a step
+    replays : whether steps of decodes are replayed on a CPU
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class StageRunner:
         windowed: tuple[PagedCache, Callable[[int], tuple[bool, int]]] | None = None,
         most: int = 0,
         most_tokens: int = 0,
+        replays: bool = True,
     ) -> None:
         self._stage, self._attention, self._heads = stage, make_attention(cache), heads
         self._graphs: StepGraphs | None = None
@@ -53,7 +55,7 @@ class StageRunner:
             self._graphs = StepGraphs.made(stage, self._attention, most, most_tokens)
         self._windowed = (make_attention(windowed[0]), windowed[1]) if windowed else None
         self._recorded = None
-        if heads is None:
+        if replays and heads is None:
             self._recorded = RecordedSteps.made(stage, self._attention, self._windowed)
         self._sampler = Sampler() if stage.collectives.rank.samples else None
         self._faults = Faults()

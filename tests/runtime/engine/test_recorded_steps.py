@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,18 +11,18 @@ import pytest
 import torch
 from checkpoints import LAYERS, VOCAB, WRITERS, write_llama
 from quantised import quantise
+from stage_engine import stage_engine
 
 from runtime import native
-from runtime.engine.rank import Rank
 from runtime.engine.torch import recorded
 from runtime.engine.torch.engine import TorchEngine
-from runtime.kv_cache.pool import PagedCache
 from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step, StepResult
-from runtime.protocol.message import PROTOCOL_VERSION, Sampling, StageShape
-from runtime.protocol.to_workers import Configure, WindowedLayers
+from runtime.protocol.message import Sampling, StageShape
+from runtime.protocol.to_workers import WindowedLayers
 
 if not native.serves(torch.float32, torch.device("cpu")):
-    pytest.skip("the kernels are not compiled", allow_module_level=True)
+    assert shutil.which("g++") is None, "installed without compiled kernels, which g++ can build"
+    pytest.skip("neither compiled kernels nor a compiler", allow_module_level=True)
 
 BLOCK, BLOCKS, TOKENS = 8, 120, 14
 LENGTHS = (1, 12, 31, 7, 3)
@@ -112,37 +113,21 @@ class Pipeline:
 def _engine(
     folder: Path, stages: tuple[StageShape, ...], number: int, dtype: str, windowed: bool
 ) -> TorchEngine:
-    worker, family = stages[number].workers[0], folder.name
     limited = None
     if windowed:
         budget = len(LENGTHS) * OWN * BLOCK
-        limited = WindowedLayers(layers=WINDOWED[family], window=9, kv_budget_tokens=budget)
-    config = Configure(
-        protocol=PROTOCOL_VERSION,
-        worker=worker,
-        replica="w",
-        role="colocated",
-        stages=stages,
-        checkpoint=str(folder),
-        device="cpu",
+        limited = WindowedLayers(layers=WINDOWED[folder.name], window=9, kv_budget_tokens=budget)
+    return stage_engine(
+        folder,
+        stages,
+        number,
         dtype=dtype,
         kv_budget_tokens=BLOCKS * BLOCK,
         block_tokens=BLOCK,
         max_batch=len(LENGTHS),
-        max_prefill_tokens=64,
-        max_mixed_tokens=16,
-        steps_in_flight=1,
-        reuse_prefixes=False,
-        host="127.0.0.1",
-        secret="",
         threads=2,
         windowed=limited,
     )
-    engine = TorchEngine(config, Rank.find(stages, worker))
-    engine.load()
-    assert isinstance(engine.cache, PagedCache)
-    engine.cache.pool.fill_(torch.nan)
-    return engine
 
 
 @pytest.fixture

@@ -13,16 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import LAYERS, VOCAB, WRITERS, greedy
+from stage_engine import stage_engine
 
-from runtime.engine.rank import Rank
 from runtime.engine.torch.attention import gpu
 from runtime.engine.torch.block_tables import BlockTables
 from runtime.engine.torch.engine import TorchEngine
 from runtime.engine.torch.gpu import graphs
-from runtime.kv_cache.pool import PagedCache
 from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step, StepResult
-from runtime.protocol.message import PROTOCOL_VERSION, Sampling, StageShape
-from runtime.protocol.to_workers import Configure
+from runtime.protocol.message import Sampling, StageShape
 
 BLOCK, BLOCKS, TOKENS, MOST = 8, 60, 12, 4
 LENGTHS = (1, 12, 31, 7)
@@ -109,35 +107,13 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def engine_of(folder: Path, stages: tuple[StageShape, ...], number: int = 0) -> TorchEngine:
     """The engine of a stage on the CPU that attends as on a GPU, and replays its steps."""
-    worker = stages[number].workers[0]
-    config = Configure(
-        protocol=PROTOCOL_VERSION,
-        worker=worker,
-        replica="w",
-        role="colocated",
-        stages=stages,
-        checkpoint=str(folder),
-        device="cpu",
-        dtype="float32",
-        kv_budget_tokens=BLOCKS * BLOCK,
-        block_tokens=BLOCK,
-        max_batch=MOST,
-        max_prefill_tokens=64,
-        max_mixed_tokens=16,
-        steps_in_flight=1,
-        reuse_prefixes=False,
-        host="127.0.0.1",
-        secret="",
-        threads=1,
+    engine = stage_engine(
+        folder, stages, number, kv_budget_tokens=BLOCKS * BLOCK, block_tokens=BLOCK, max_batch=MOST
     )
-    engine = TorchEngine(config, Rank.find(stages, worker))
-    engine.load()
     own = engine._runner
-    assert isinstance(engine.cache, PagedCache)
     own._attention = gpu.GpuAttention(engine.cache)
     own._graphs = graphs.StepGraphs.made(own._stage, own._attention, MOST, 40)
     assert own._graphs is not None
-    engine.cache.pool.fill_(torch.nan)
     return engine
 
 

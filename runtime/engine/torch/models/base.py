@@ -47,7 +47,7 @@ class DecoderStage(ABC):
     windows: Sequence[int | None] = ()
     """The tokens that each layer of the model attends to, None for all; empty: all layers to all."""
     replays: ClassVar[bool] = True
-    """Whether a step of single tokens launches the same kernels whatever the tokens are."""
+    """Whether a step of single tokens launches the same kernels on a GPU whatever the tokens are."""
     own_formats: ClassVar[tuple[str, ...]] = ()
     """The methods of quantisation (quant_method) of a family that has its own, and no others."""
 

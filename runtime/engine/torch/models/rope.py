@@ -9,7 +9,8 @@ import torch
 
 from runtime.engine.torch.loader import CheckpointConfig
 
-_KEPT_ROWS = 64
+KEPT_ROWS = 64
+"""Tokens of a step whose angles are always in the same memory; see `recorded.py`."""
 _KINDS = ("default", "linear", "llama3", "longrope", "yarn")
 
 
@@ -51,7 +52,7 @@ class Rotary:
         self.position_limit = _trained(config, scaling) if _kind(scaling) == "longrope" else None
         self._frequencies = frequencies.to(device)
         self._dtype = dtype
-        self._kept = torch.empty((2, _KEPT_ROWS, len(frequencies)), dtype=dtype, device=device)
+        self._kept = torch.empty((2, KEPT_ROWS, len(frequencies)), dtype=dtype, device=device)
 
     def begin(self, positions: torch.Tensor) -> None:
         """Compute the angles for a step's positions, [tokens]."""
@@ -63,7 +64,7 @@ class Rotary:
         """Scaled, in the engine's type, and of few tokens in the memory that recorded steps read."""
         if self._scale != 1:
             values.mul_(self._scale)
-        if len(values) > _KEPT_ROWS:
+        if len(values) > KEPT_ROWS:
             return values.to(self._dtype)
         return self._kept[number, : len(values)].copy_(values)
 
