@@ -15,7 +15,7 @@ from runtime.protocol.to_workers import Configure
 
 
 def stage_engine(folder: Path, stages: tuple[StageShape, ...], number: int, **settings: Any) -> TorchEngine:
-    """The loaded engine of a stage's first worker. Its KV cache is not a number wherever nothing is written."""
+    """The loaded engine of a stage's first worker. Where nothing is written, its KV cache is not a number."""
     told: dict[str, Any] = {
         "replica": "w",
         "role": "colocated",
