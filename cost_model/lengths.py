@@ -126,10 +126,10 @@ def first_kept(token: int, window: int, block_tokens: int = BLOCK_TOKENS) -> int
     return first_read(token, window) // block_tokens * block_tokens
 
 
-def most_blocks(window: int, block_tokens: int, running: int) -> int:
+def most_blocks(window: int, block_tokens: int, running: int = 1) -> int:
     """Blocks of such layers that a request needs at most, while so many of its tokens are in steps under
-    way."""
-    return (window - 1 + running) // block_tokens + 2
+    way: those that window - 1 + running tokens in a row can lie in."""
+    return (window + running - 3) // block_tokens + 2
 
 
 def moved_tokens(first: int, end: int, prompt: int, window: Window | None) -> float:

@@ -90,6 +90,7 @@ class WindowedPool(BlockPool):
     def expect(self, running: int) -> None:
         """Begin further prompts with room for so many tokens in steps under way."""
         self._most = most_blocks(self._window, self.block_tokens, running)
+        self._most_decoding = most_blocks(self._window, self.block_tokens)
 
     @property
     def free(self) -> int:
@@ -144,7 +145,7 @@ class WindowedPool(BlockPool):
     ) -> tuple[list[int], int] | None:
         """Take blocks in both pools, those of the digests shared, or none."""
         found = digests[kept_from:]
-        windowed = self._windowed.begin_with(found, fresh, spare)
+        windowed = self._windowed.begin_with(found, fresh, min(spare, self._growing()))
         if windowed is None:
             return None
         begun = super().begin(tokens, digests, spare, owner)
@@ -198,6 +199,14 @@ class WindowedPool(BlockPool):
             if table := self._tables.pop(owner, None):
                 self._windowed.release(table.spare)
                 self._windowed.release(table.blocks[table.kept_from :])
+
+    def _growing(self) -> int:
+        """Requests that may take more windowed blocks than they hold: once these span the window, a request
+        gives one back before it takes the next."""
+        return sum(
+            len(table.blocks) - table.kept_from + len(table.spare) < self._most_decoding
+            for table in self._tables.values()
+        )
 
     def _needed(self, blocks: int) -> int:
         """Of so many blocks of a prompt, those that are needed at the same time."""

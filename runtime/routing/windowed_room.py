@@ -28,9 +28,8 @@ class WindowedRoom:
 
     @property
     def most(self) -> int:
-        """The most that a request takes whose tokens have been computed, with the block that stays free for
-        its next ones."""
-        return ((self.window - 1) // self.block_tokens + 3) * self.block_tokens
+        """The most that a request takes whose tokens have been computed."""
+        return most_blocks(self.window, self.block_tokens) * self.block_tokens
 
     @property
     def most_computing(self) -> int:

@@ -209,7 +209,7 @@ def test_layers_with_a_window_count_the_end_of_a_request(placed):
         router.start(started, path, 5000, 100)
         started += 1
     fullest = max(len(requests) for requests in router.on.values())
-    assert fullest == beside // 32
+    assert fullest == beside // 24
     for number in range(started):
         assert router.overfull(number) is None
         router.end(number)
