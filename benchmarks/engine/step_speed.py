@@ -1,6 +1,7 @@
-"""Time decode steps of one worker, replayed in one call and run kernel by kernel, by turns.
+"""Time decode steps of a worker or of tensor-parallel ranks, replayed and run kernel by kernel, by turns.
 
     python -m benchmarks.engine.step_speed [--formats float32 int4 ...] [--layers 4] [--batches 1,8,32]
+    python -m benchmarks.engine.step_speed --tp 2 --threads 1
     python -m benchmarks.engine.step_speed --model-path FOLDER [--dtype bfloat16]
 
 A random Llama of 0.2 billion parameters (hidden 2048, --layers layers) in several formats, or a checkpoint. A
@@ -13,10 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,7 +28,7 @@ import torch
 from benchmarks.engine.quantised_speed import NAMES, dtype_of, make_models
 from runtime import native
 from runtime.engine.rank import Rank
-from runtime.engine.torch.collectives import Collectives
+from runtime.engine.torch.collectives import Collectives, connect_store, open_store
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.engine.torch.runner import StageRunner
@@ -33,13 +37,28 @@ from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step
 from runtime.protocol.message import Sampling, StageShape
 
 BLOCK, CONTEXT, AT_A_TIME = 16, 128, 20
+HOST = "127.0.0.1"
 
 
-def loaded(folder: Path, dtype: str) -> DecoderStage:
-    """All layers of a checkpoint."""
+def loaded(folder: Path, dtype: str, tp: int, rank: int, port: int) -> DecoderStage:
+    """A rank's part of all layers of a checkpoint; it meets the others at this port."""
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    stages, cpu = (StageShape(workers=("one",), first_layer=0, end_layer=layers),), torch.device("cpu")
-    return load_stage(str(folder), dtype, cpu, Collectives(Rank.find(stages, "one"), cpu))
+    workers, cpu = tuple(f"rank-{number}" for number in range(tp)), torch.device("cpu")
+    stages = (StageShape(workers=workers, first_layer=0, end_layer=layers),)
+    collectives = Collectives(Rank.find(stages, workers[rank]), cpu)
+    if tp > 1:
+        collectives.join(HOST, connect_store(HOST, port, tp))
+    return load_stage(str(folder), dtype, cpu, collectives)
+
+
+def run_rank(
+    folder: Path, dtype: str, batches: Sequence[int], rounds: int, threads: int, *place: int
+) -> list[list[list[float]]]:
+    """What `compare` finds for each batch, on a rank; for its place, see `loaded`."""
+    torch.set_num_threads(threads)
+    stage = loaded(folder, dtype, *place)
+    native.use_large_pages()
+    return [compare(stage, batch, rounds) for batch in batches]
 
 
 def compare(stage: DecoderStage, batch: int, rounds: int) -> list[list[float]]:
@@ -83,9 +102,10 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=10, help=f"of {AT_A_TIME} steps of each kind, and one before"
     )
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each rank")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    batches = [int(batch) for batch in options.batches.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
         if options.model_path:
             folders = {options.model_path.name: options.model_path}
@@ -93,10 +113,13 @@ def main() -> None:
             folders = make_models(Path(temporary), options.layers, options.formats)
         print(f"{'':<20}{'batch':>6}{'replayed, ms':>18}{'by kernels, ms':>18}{'ratio':>7}")
         for name, folder in folders.items():
-            stage = loaded(folder, options.dtype if options.model_path else dtype_of(name, options))
-            native.use_large_pages()
-            for batch in map(int, options.batches.split(",")):
-                sides = compare(stage, batch, options.rounds + 1)
+            dtype = options.dtype if options.model_path else dtype_of(name, options)
+            asked = folder, dtype, batches, options.rounds + 1, options.threads, options.tp
+            store = open_store(HOST, options.tp)
+            with ProcessPoolExecutor(options.tp, multiprocessing.get_context("spawn")) as pool:
+                ranks = [pool.submit(run_rank, *asked, rank, store.port) for rank in range(options.tp)]
+                found, *_ = [rank.result() for rank in ranks]
+            for batch, sides in zip(batches, found, strict=True):
                 ms = [(1e3 * statistics.median(s), 1e3 * sorted(s)[len(s) // 10]) for s in sides]
                 cells = "".join(f"{f'{middle:.2f}, {fast:.2f}':>18}" for middle, fast in ms)
                 print(f"{name:<20}{batch:>6}{cells}{ms[1][0] / ms[0][0]:>7.2f}", flush=True)

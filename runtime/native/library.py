@@ -59,6 +59,7 @@ _RESULTS = {
     "read_pieces": ctypes.c_long,
 }
 Kept = TypeVar("Kept")
+Found = TypeVar("Found", torch.Tensor, torch.Tensor | None)
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float, "s": ctypes.c_char_p}
 
 
@@ -71,7 +72,7 @@ class Recorder(Protocol):
 
     def keep(self, kept: object) -> None: ...
 
-    def apart(self, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor: ...
+    def apart(self, compute: Callable[[torch.Tensor], Found], x: torch.Tensor) -> Found: ...
 
 
 class _Here(threading.local):
@@ -154,8 +155,9 @@ def kept(argument: Kept) -> Kept:
     return argument
 
 
-def apart(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """compute(x), which may use any operators: where calls are recorded, it is called again itself."""
+def apart(compute: Callable[[torch.Tensor], Found], x: torch.Tensor) -> Found:
+    """compute(x), which may use any operators: where calls are recorded, it is called again itself. It may
+    write to x and return that, or return nothing."""
     if (recorder := here.recorder) is not None:
         return recorder.apart(compute, x)
     return compute(x)

@@ -110,17 +110,24 @@ class Recording:
     def keep(self, kept: object) -> None:
         self._kept.append(kept)
 
-    def apart(self, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def apart(self, compute: Callable[[torch.Tensor], library.Found], x: torch.Tensor) -> library.Found:
         """compute(x), where it is found by what is recorded next."""
         self.__exit__(None, None, None)
         try:
-            found = compute(x)
-            output = self._arena.empty(found.shape, found.dtype).copy_(found)
+            output = found = compute(x)
+            if found is not None and found is not x:
+                output = self._arena.empty(found.shape, found.dtype).copy_(found)
         finally:
             self._guard.__enter__()
             library.here.recorder = self
         self._end_calls()
-        self._parts.append(lambda: output.copy_(compute(x)))
+
+        def again() -> None:
+            found = compute(x)
+            if output is not None and found is not None and found is not x:
+                output.copy_(found)
+
+        self._parts.append(again)
         return output
 
     def replay(self) -> Replay:

@@ -14,8 +14,10 @@ from runtime.protocol.message import PROTOCOL_VERSION, StageShape
 from runtime.protocol.to_workers import Configure
 
 
-def stage_engine(folder: Path, stages: tuple[StageShape, ...], number: int, **settings: Any) -> TorchEngine:
-    """The loaded engine of a stage's first worker. Where nothing is written, its KV cache is not a number."""
+def stage_engine(
+    folder: Path, stages: tuple[StageShape, ...], number: int, tp_rank: int = 0, **settings: Any
+) -> TorchEngine:
+    """The loaded engine of a worker of a stage. Where nothing is written, its KV cache is not a number."""
     told: dict[str, Any] = {
         "replica": "w",
         "role": "colocated",
@@ -30,7 +32,7 @@ def stage_engine(folder: Path, stages: tuple[StageShape, ...], number: int, **se
         "threads": 1,
         **settings,
     }
-    worker = stages[number].workers[0]
+    worker = stages[number].workers[tp_rank]
     config = Configure(
         protocol=PROTOCOL_VERSION, worker=worker, stages=stages, checkpoint=str(folder), **told
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime import native
 from runtime.engine.rank import Rank
 
 _TIMEOUT = timedelta(seconds=120)
@@ -52,8 +53,10 @@ class Collectives:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the stage's tensor-parallel ranks, in place."""
-        if self._tp_group is not None:
-            dist.all_reduce(tensor, group=self._tp_group)
+        return tensor if self._tp_group is None else native.apart(self._summed, tensor)
+
+    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor, group=self._tp_group)
         return tensor
 
     def all_reduce_largest(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,8 +67,9 @@ class Collectives:
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Gather [n, columns] of each rank to [n, ranks x columns] on rank 0 of the stage; None elsewhere."""
-        if self._tp_group is None:
-            return tensor
+        return tensor if self._tp_group is None else native.apart(self._gathered, tensor)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor | None:
         root = self.rank.ranks(self.rank.stage_index)[0]
         parts = [torch.empty_like(tensor) for _ in range(self.rank.tp)] if self.rank.tp_rank == 0 else None
         dist.gather(tensor.contiguous(), parts, dst=root, group=self._tp_group)

@@ -108,7 +108,7 @@ class RecordedSteps:
     ) -> RecordedSteps | None:
         """Those of a stage whose steps may be replayed; None: they can't."""
         by_kernels = all(isinstance(each, CpuAttention) for each in (attention, *(windowed or ())[:1]))
-        return cls(stage, attention, windowed) if by_kernels and stage.rank.tp == 1 else None
+        return cls(stage, attention, windowed) if by_kernels else None
 
     def takes(self, sequences: Sequence[SequenceStep]) -> bool:
         """Whether a step of these sequences can be replayed: of single tokens, after each of which one is
@@ -128,8 +128,8 @@ class RecordedSteps:
 
         Returns
         -------
-        the activations of a step, [tokens, hidden]; in the last stage, its logits, valid until the next step.
-        None: nothing has run, because steps of this stage can't be recorded
+        the activations of a step, [tokens, hidden]; on the worker that samples, its logits, valid until the
+        next step. None: nothing has run, because steps of this stage can't be recorded
         """
         stage, count = self._stage, len(sequences)
         self._put(sequences, tables, windowed_tables)
@@ -142,7 +142,7 @@ class RecordedSteps:
             step = self._record(batch)
             if step is None:
                 return None
-        return stage.finished(step.output) if stage.rank.is_last else step.output.clone()
+        return stage.finished(step.output) if stage.rank.samples else step.output.clone()
 
     def _put(
         self,
@@ -163,16 +163,14 @@ class RecordedSteps:
         stage, recording = self._stage, native.Recording(self._arena)
         try:
             with recording:
-                output: torch.Tensor | None = self._hidden[: len(batch.tokens)]
-                assert output is not None
+                output = self._hidden[: len(batch.tokens)]
                 output = stage.run_layers(output, batch, lambda layer: recording.turn())
-                if stage.rank.is_last:
-                    output = stage.head_logits(output, batch)
+                if stage.rank.is_last and (logits := stage.head_logits(output, batch)) is not None:
+                    output = logits
         except native.NotRepeatable as refused:
             log.info("steps are run kernel by kernel, since %s can't be repeated", refused)
             self._refused = True
             return None
-        assert output is not None
         step = self._steps[len(batch.tokens)] = _Step(batch, recording.replay(), output)
         return step
 

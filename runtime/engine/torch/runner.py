@@ -128,7 +128,8 @@ class StageRunner:
         windowed_tables: Mapping[str, Sequence[int]],
         hidden: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """The activations of a step that is replayed, or in the last stage its logits; None: it is not."""
+        """The activations of a step that is replayed, or on the worker that samples its logits; None: it is
+        not."""
         if self._graphs is not None and self._graphs.takes(sequences):
             return self._graphs.run(sequences, tables, hidden)
         if self._recorded is not None and self._recorded.takes(sequences):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,29 +36,71 @@ TWO = (
     StageShape(workers=("w/0",), first_layer=0, end_layer=2),
     StageShape(workers=("w/1",), first_layer=2, end_layer=LAYERS),
 )
+RANKS = (StageShape(workers=("w/0", "w/1"), first_layer=0, end_layer=LAYERS),)
+UNEVEN = (
+    StageShape(workers=("w/0", "w/1"), first_layer=0, end_layer=3),
+    StageShape(workers=("w/2",), first_layer=3, end_layer=LAYERS),
+)
 DENSE = ("gemma2", "gemma3", "llama", "mistral", "phi3", "qwen2", "qwen3")
 MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe")
 OTHERS = ("deepseek_v3", "opt")
 WINDOWED = {"mistral": tuple(range(LAYERS)), "gemma3": (0, 1, 3, 4), "gpt_oss": (0, 2, 4)}
 
 
+class Ranks:
+    """What the tensor-parallel ranks of a stage exchange, each of which runs in a thread."""
+
+    def __init__(self, engines: Sequence[TorchEngine]) -> None:
+        self._barrier = threading.Barrier(len(engines), timeout=60)
+        self._parts: list[torch.Tensor | None] = [None] * len(engines)
+        for rank, engine in enumerate(engines):
+            collectives = engine._stage.collectives
+            collectives._tp_group = self
+            collectives._summed = partial(self._summed, rank)
+            collectives._gathered = partial(self._gathered, rank)
+
+    def _exchanged(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._parts[rank] = tensor.clone()
+        self._barrier.wait()
+        parts = [part for part in self._parts if part is not None]
+        self._barrier.wait()
+        return parts
+
+    def _summed(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(sum(self._exchanged(rank, tensor)))
+
+    def _gathered(self, rank: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        parts = self._exchanged(rank, tensor)
+        return None if rank else torch.cat(parts, dim=-1)
+
+
 class Pipeline:
-    """Engines of a replica's stages in one process, and what their layers see of steps."""
+    """Engines of a replica's workers in one process, and what their layers see of steps."""
 
     def __init__(
         self, folder: Path, stages: Sequence[StageShape], dtype: str, replays: bool, windowed: bool = False
     ) -> None:
-        self.engines = [
-            _engine(folder, tuple(stages), number, dtype, windowed) for number in range(len(stages))
+        self.stages = [
+            [
+                _engine(folder, tuple(stages), number, rank, dtype, windowed)
+                for rank in range(len(each.workers))
+            ]
+            for number, each in enumerate(stages)
         ]
-        self.replayed, self.texts, self.results = 0, list[list[int]](), list[StepResult]()
-        sent = list[torch.Tensor]()
+        self.engines = [engine for engines in self.stages for engine in engines]
+        self.texts, self.results = list[list[int]](), list[StepResult]()
+        self._threads = ThreadPoolExecutor(max(map(len, self.stages)))
+        sent: list[torch.Tensor] = []
         for engine in self.engines:
             collectives = engine._stage.collectives
-            collectives.send = sent.append
+            first = collectives.rank.tp_rank == 0
+            collectives.send = sent.append if first else lambda hidden: None
             collectives.receive = lambda shape, dtype: sent.pop()
             if not replays:
                 engine._runner._recorded = None
+        for engines in self.stages:
+            if len(engines) > 1:
+                Ranks(engines)
 
     def serve(self, seed: int, lengths: Sequence[int] = LENGTHS, largest: int = 64) -> None:
         """Steps of random chunks of random requests until each has its tokens; one begins anew in other
@@ -94,13 +139,21 @@ class Pipeline:
                 )
                 done[number] = end
             step = Step(step=1, starts=(), sequences=tuple(sequences))
-            result = [engine.run(step, tables, windowed, None) for engine in self.engines][-1]
+            result = self._run(step, tables, windowed)
             assert result is not None
             self.results.append(result)
             sampled = [int(each.request_id) for each in sequences if each.samples]
             for number, token in zip(sampled, result.tokens, strict=True):
                 self.texts[number].append(token)
             steps += 1
+
+    def _run(self, step: Step, *tables: dict[str, list[int]]) -> StepResult | None:
+        """A step; the result of the worker that samples."""
+        results = list[StepResult | None]()
+        for engines in self.stages:
+            run = [self._threads.submit(engine.run, step, *tables, None) for engine in engines]
+            results = [each.result() for each in run]
+        return results[0]
 
     def _begin(self, number: int, *tables: dict[str, list[int]]) -> None:
         for each in tables:
@@ -111,7 +164,7 @@ class Pipeline:
 
 
 def _engine(
-    folder: Path, stages: tuple[StageShape, ...], number: int, dtype: str, windowed: bool
+    folder: Path, stages: tuple[StageShape, ...], number: int, rank: int, dtype: str, windowed: bool
 ) -> TorchEngine:
     limited = None
     if windowed:
@@ -121,6 +174,7 @@ def _engine(
         folder,
         stages,
         number,
+        rank,
         dtype=dtype,
         kv_budget_tokens=BLOCKS * BLOCK,
         block_tokens=BLOCK,
@@ -167,6 +221,17 @@ def test_replays_give_the_same_bits(
     compare(WRITERS[family](tmp_path / family, head_dim=16), stages, dtype, seed_of(family, dtype))
     assert len(replays) > 5
     assert (max(replays) > 1) == (family in MIXTURES)
+
+
+@pytest.mark.parametrize("stages", [RANKS, UNEVEN], ids=["two ranks", "uneven"])
+@pytest.mark.parametrize("family", ["gemma2", "llama", "qwen3", "qwen3_moe"])
+def test_ranks_replay_between_their_sums(
+    family: str, stages: Sequence[StageShape], replays: list[int], tmp_path: Path
+) -> None:
+    compare(WRITERS[family](tmp_path / family, head_dim=16), stages, "float32", seed_of(family))
+    layers = stages[0].end_layer
+    assert max(replays) >= 4 * layers
+    assert len(replays) > 10
 
 
 @pytest.mark.parametrize("family", WINDOWED)
