@@ -7,16 +7,15 @@ import ctypes
 import math
 import mmap
 import os
-import secrets
 import threading
 
 import numpy as np
 import torch
 
 from runtime.kv_cache.pool import CacheShape, PagedCache
+from runtime.shared_memory import create_memory, open_memory
 
 POPULATED_BYTES = 2**30
-_NAME = "hexgen2-kv-"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
 _STEP_BYTES = 2**20
 
@@ -33,13 +32,9 @@ class SharedPool:
     def __init__(self, shape: CacheShape, blocks: int, block_tokens: int) -> None:
         size = shape.pool_size(blocks * block_tokens)
         size_bytes = math.prod(size) * shape.stored_dtype.itemsize
-        name = _NAME + secrets.token_hex(8)
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size_bytes)
-        self._memory = mmap.mmap(descriptor, size_bytes)
-        self._descriptor = descriptor
+        self._descriptor, self.handle = create_memory("kv", size_bytes)
+        self._memory = mmap.mmap(self._descriptor, size_bytes)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8).view(shape.stored_dtype).view(size)
-        self.handle = f"{os.getpid()}:{descriptor}:{name}"
 
     def populate(self, limit_bytes: int = POPULATED_BYTES) -> threading.Thread:
         """Have the kernel allocate the first pages of the pool, in a background thread. If requests are the
@@ -69,21 +64,9 @@ def _populate(pool: torch.Tensor, limit_bytes: int) -> None:
 
 
 def map_pool(handle: str, size_bytes: int) -> np.ndarray:
-    """Map another process's pool, read-only: [bytes] uint8.
-
-    Raises
-    ------
-    OSError : the memory does not exist (any more) or has another size
-    ValueError : the handle is malformed
-    """
-    process, descriptor, name = handle.split(":")
-    path = f"/proc/{int(process)}/fd/{int(descriptor)}"
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Map another process's pool, read-only: [bytes] uint8. Raises as `open_memory` does."""
+    opened = open_memory(handle, size_bytes)
     try:
-        if f"memfd:{name} " not in os.readlink(f"/proc/self/fd/{opened}") + " ":
-            raise OSError(f"{path} is not the memory {name}")
-        if os.fstat(opened).st_size != size_bytes:
-            raise OSError(f"{path} has {os.fstat(opened).st_size} bytes, not {size_bytes}")
         memory = mmap.mmap(opened, size_bytes, prot=mmap.PROT_READ)
     finally:
         os.close(opened)

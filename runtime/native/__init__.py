@@ -1,6 +1,7 @@
 """Compiled kernels: for what a step computes in float32 and bfloat16 on CPUs (kernels.cpp), its products with
 weights (products.cpp), also with quantised ones (quantised.cpp, rounded.cpp) and of integers on both sides
-(integers.cpp), to copy KV caches (copies.cpp), and to read weights (loading.cpp).
+(integers.cpp), to copy KV caches (copies.cpp), to read weights (loading.cpp), and to sum over
+ranks (exchange.cpp).
 
 Values in bfloat16 are computed with in float32, and rounded when they are written.
 
@@ -8,6 +9,7 @@ setup.py builds them for each instruction set if it finds a compiler. If `serves
 torch's operators, which give the same values up to rounding; if `copies` is False, numpy.
 """
 
+from runtime.native.exchange import Exchange, memory_for
 from runtime.native.integers import LARGEST_INPUTS, GroupedIntegers, Integers, find_ranges, pack_bytes
 from runtime.native.kernels import (
     PLAIN_KV,
@@ -45,6 +47,7 @@ __all__ = [
     "LARGEST_INPUTS",
     "PLAIN_KV",
     "Arena",
+    "Exchange",
     "Grouped",
     "GroupedIntegers",
     "Integers",
@@ -71,6 +74,7 @@ __all__ = [
     "linear_quantised",
     "linear_rounded",
     "mapped",
+    "memory_for",
     "multiplies",
     "multiplies_pairs",
     "multiplies_words",

@@ -480,12 +480,6 @@ template <typename Curve, typename Value> void gate_rows(const Value *gate_up, l
     }
 }
 
-// Calls run(sample) with a value of the type of a number in `library.py`.
-template <typename Run> inline void with_type(long type, Run run) {
-    if (type == 2) return run(Bfloat16{});
-    run(float{});
-}
-
 } // namespace
 
 extern "C" {

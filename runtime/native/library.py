@@ -38,6 +38,10 @@ _ARGUMENTS = {
     "pack_rows": "pllplll",
     "pack_codes": "pplllll",
     "read_pieces": "lllllp",
+    "turn_bytes": "",
+    "attend_exchange": "p",
+    "sum_over_ranks": "ppll",
+    "gather_columns": "ppllp",
     "find_repeat": "s",
     "replay": "pl",
     "attends_to": "l",
@@ -48,6 +52,8 @@ _ARGUMENTS = {
     "panel_width": "",
 }
 _RESULTS = {
+    "turn_bytes": ctypes.c_long,
+    "attend_exchange": ctypes.c_int,
     "find_repeat": ctypes.c_void_p,
     "attends_to": ctypes.c_int,
     "multiplies_pairs": ctypes.c_int,

@@ -271,4 +271,10 @@ inline Ints as_small_floats(const Floats &values) {
     return (size > 0x7f800000 ? Ints{} + 0x7f : code) | ((sign >> 24) & 0x80);
 }
 
+// Calls run(sample) with a value of the type of a number in `library.py`.
+template <typename Run> inline void with_type(long type, Run run) {
+    if (type == 2) return run(Bfloat16{});
+    run(float{});
+}
+
 } // namespace

@@ -1,12 +1,18 @@
-"""Tensors that the workers of one replica exchange: collectives in a stage, activations between stages."""
+"""Tensors that the workers of one replica exchange: collectives in a stage, activations between stages.
+
+Ranks on CPUs of one host sum through memory that they share (runtime/native/exchange.py), others through
+torch's process groups.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import struct
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +22,11 @@ import torch.distributed as dist
 from runtime import native
 from runtime.engine.rank import Rank
 
+log = logging.getLogger(__name__)
+
 _TIMEOUT = timedelta(seconds=120)
 _SIOCGIFADDR = 0x8915
+_HANDLE_BYTES = 128
 
 
 class Collectives:
@@ -31,6 +40,7 @@ class Collectives:
         self.rank = rank
         self.device = device
         self._tp_group: Any = None
+        self._exchange: native.Exchange | None = None
         self._unfinished: deque[tuple[Any, torch.Tensor]] = deque()
 
     def join(self, host: str, store: dist.Store) -> None:
@@ -50,9 +60,41 @@ class Collectives:
                 group = dist.new_group(rank.ranks(index), timeout=_TIMEOUT)
                 if index == rank.stage_index:
                     self._tp_group = group
+        if self._tp_group is not None and device.type == "cpu":
+            self._exchange = self._shared()
+
+    def _shared(self) -> native.Exchange | None:
+        """The memory that the stage's ranks share; None where one of them can't open it."""
+        rank, root = self.rank, self.rank.ranks(self.rank.stage_index)[0]
+        descriptor, handle = -1, ""
+        with suppress(OSError):
+            if rank.tp_rank == 0:
+                descriptor, handle = native.memory_for(rank.tp)
+        told = torch.tensor(list(handle.encode().ljust(_HANDLE_BYTES)), dtype=torch.uint8)
+        dist.broadcast(told, src=root, group=self._tp_group)
+        try:
+            handle = bytes(told.tolist()).decode().strip()
+            exchange = native.Exchange(handle, rank.tp_rank, rank.tp, _TIMEOUT.total_seconds())
+        except (OSError, ValueError) as error:
+            log.info("ranks exchange through sockets: %s", error)
+            exchange = None
+        opened = torch.tensor(exchange is not None, dtype=torch.int32)
+        dist.all_reduce(opened, dist.ReduceOp.MIN, group=self._tp_group)
+        if descriptor >= 0:
+            os.close(descriptor)
+        if exchange is not None and not opened:
+            exchange.close()
+        return exchange if opened else None
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank was missing in a step that was replayed."""
+        if self._exchange is not None:
+            self._exchange.check()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the stage's tensor-parallel ranks, in place."""
+        if self._exchange is not None and self._exchange.takes(tensor):
+            return self._exchange.sum(tensor)
         return tensor if self._tp_group is None else native.apart(self._summed, tensor)
 
     def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,6 +109,8 @@ class Collectives:
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Gather [n, columns] of each rank to [n, ranks x columns] on rank 0 of the stage; None elsewhere."""
+        if self._exchange is not None and self._exchange.takes(tensor):
+            return self._exchange.gather(tensor)
         return tensor if self._tp_group is None else native.apart(self._gathered, tensor)
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -77,6 +121,8 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill a tensor on the stage's other ranks with that of its rank 0."""
+        if self._exchange is not None and self._exchange.takes(tensor):
+            return self._exchange.sum(tensor if self.rank.tp_rank == 0 else tensor.zero_())
         if self._tp_group is not None:
             dist.broadcast(tensor, src=self.rank.ranks(self.rank.stage_index)[0], group=self._tp_group)
         return tensor

@@ -138,6 +138,7 @@ class RecordedSteps:
         self._hidden[:count].copy_(stage.enter(batch, hidden))
         if step is not None:
             step.replay()
+            stage.collectives.check()
         else:
             step = self._record(batch)
             if step is None:
