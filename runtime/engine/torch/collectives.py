@@ -34,11 +34,16 @@ class Collectives:
 
     Collectives and sends run in the order of the steps, which is the same on every worker. They raise
     RuntimeError if another worker is lost or takes more than two minutes.
+
+    Parameters
+    ----------
+    shares_memory : whether ranks on CPUs of one host sum through shared memory
     """
 
-    def __init__(self, rank: Rank, device: torch.device) -> None:
+    def __init__(self, rank: Rank, device: torch.device, shares_memory: bool = True) -> None:
         self.rank = rank
         self.device = device
+        self._shares_memory = shares_memory and device.type == "cpu"
         self._tp_group: Any = None
         self._exchange: native.Exchange | None = None
         self._unfinished: deque[tuple[Any, torch.Tensor]] = deque()
@@ -60,7 +65,7 @@ class Collectives:
                 group = dist.new_group(rank.ranks(index), timeout=_TIMEOUT)
                 if index == rank.stage_index:
                     self._tp_group = group
-        if self._tp_group is not None and device.type == "cpu":
+        if self._tp_group is not None and self._shares_memory:
             self._exchange = self._shared()
 
     def _shared(self) -> native.Exchange | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -276,6 +278,17 @@ def test_only_kernels_are_recorded() -> None:
     with pytest.raises(native.NotRepeatable, match="mul"), recording:
         native.rms_norm(x, weight, 1e-6) * 2
     assert torch.equal(x * 2, torch.full((2, 32), 2.0))  # nothing is recorded any more
+
+
+def test_recording_imports_no_compiler() -> None:
+    """Torch's takes seconds to import, in each worker that records its first step."""
+    record = (
+        "import sys, torch; from runtime import native\n"
+        "x, weight = torch.ones(4, 64), torch.ones(64)\n"
+        "with native.Recording(native.Arena()): native.rms_norm(x[1:], weight, 0.1)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", record], check=True)
 
 
 def test_what_is_computed_apart_is_computed_again() -> None:
