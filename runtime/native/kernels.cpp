@@ -439,6 +439,42 @@ void norm_rows(const Value *x, const Weight *weight, float eps, long rows, long 
     for (long row = 0; row < rows; ++row) norm_row(x + row * width, weight, eps, width, output + row * width);
 }
 
+template <typename Value, typename Weight>
+void layer_norm_rows(const Value *x, const Weight *weight, const Weight *bias, float eps, long rows, long width,
+                     Value *output) {
+    const long whole = width / LANES * LANES;
+#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
+    for (long row = 0; row < rows; ++row) {
+        const Value *const from = x + row * width;
+        Value *const to = output + row * width;
+        Floats sums = {}, squares = {};
+        for (long at = 0; at < whole; at += LANES) sums += load(from + at);
+        float total = sum(sums);
+        for (long at = whole; at < width; ++at) total += from[at];
+        const float mean = total / width;
+        for (long at = 0; at < whole; at += LANES) {
+            const Floats apart = load(from + at) - mean;
+            squares += apart * apart;
+        }
+        total = sum(squares);
+        for (long at = whole; at < width; ++at) total += (from[at] - mean) * (from[at] - mean);
+        const float scale = 1 / std::sqrt(total / width + eps);
+        for (long at = 0; at < whole; at += LANES)
+            store(to + at, (load(from + at) - mean) * scale * load(weight + at) + load(bias + at));
+        for (long at = whole; at < width; ++at) to[at] = (from[at] - mean) * scale * weight[at] + bias[at];
+    }
+}
+
+template <typename Value> void relu_all(Value *values, long count) {
+#pragma omp parallel for if (count >= PARALLEL_FROM)
+    for (long at = 0; at < count / LANES * LANES; at += LANES) {
+        const Floats x = load(values + at);
+        store(values + at, x < 0.f ? Floats{} : x);
+    }
+    for (long at = count / LANES * LANES; at < count; ++at)
+        if (values[at] < 0.f) values[at] = 0.f;
+}
+
 template <typename Value> void add_all(Value *to, const Value *from, long count) {
 #pragma omp parallel for if (count >= PARALLEL_FROM)
     for (long at = 0; at < count / LANES * LANES; at += LANES) store(to + at, load(to + at) + load(from + at));
@@ -556,6 +592,22 @@ void rms_norm(const void *x, long type, const void *weight, long weight_type, fl
     });
 }
 
+void layer_norm(const void *x, long type, const void *weight, const void *bias, long weight_type, float eps, long rows,
+                long width, void *output) {
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        with_type(weight_type, [&](auto of_weight) {
+            using Weight = decltype(of_weight);
+            layer_norm_rows(static_cast<const Value *>(x), static_cast<const Weight *>(weight),
+                            static_cast<const Weight *>(bias), eps, rows, width, static_cast<Value *>(output));
+        });
+    });
+}
+
+void relu(void *values, long type, long count) {
+    with_type(type, [&](auto sample) { relu_all(static_cast<decltype(sample) *>(values), count); });
+}
+
 void gate(const void *gate_up, long type, long rows, long width, long is_gelu, void *output) {
     with_type(type, [&](auto sample) {
         using Value = decltype(sample);
@@ -600,7 +652,10 @@ void convert_values(const void *from, long from_type, long count, void *to, long
 
 REPEATS(attend_paged);
 REPEATS(turn_and_store);
+REPEATS(store_heads);
 REPEATS(rms_norm);
+REPEATS(layer_norm);
+REPEATS(relu);
 REPEATS(norm_heads);
 REPEATS(gate);
 REPEATS(add);

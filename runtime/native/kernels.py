@@ -221,6 +221,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return output
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., width], contiguous -> with a mean of zero and a variance of one, times the weight [width], plus
+    the bias [width], which has the weight's type."""
+    output, width = library.empty(x.shape, x.dtype), x.shape[-1]
+    library.call(
+        "layer_norm",
+        x.data_ptr(),
+        library.FLOATS[x.dtype],
+        weight.data_ptr(),
+        bias.data_ptr(),
+        library.FLOATS[weight.dtype],
+        eps,
+        x.numel() // width,
+        width,
+        output.data_ptr(),
+    )
+    return output
+
+
+def relu(values: torch.Tensor) -> torch.Tensor:
+    """Contiguous values, in place those below zero set to it."""
+    library.call("relu", values.data_ptr(), library.FLOATS[values.dtype], values.numel())
+    return values
+
+
 def gate(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
     """[tokens, 2 x width], contiguous -> SiLU of the first half (or GELU, as approximated with tanh) times
     the second, [tokens, width]."""

@@ -164,14 +164,14 @@ def write_deepseek_v3(folder: Path, **overrides: object) -> Path:
     )
 
 
-def write_opt(folder: Path) -> Path:
-    """An OPT: 5 layers, hidden 64, 8 heads of 8, tied head."""
+def write_opt(folder: Path, head_dim: int = 8) -> Path:
+    """An OPT: 5 layers, hidden 64, heads of head_dim, tied head."""
     config = OPTConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         ffn_dim=128,
         num_hidden_layers=LAYERS,
-        num_attention_heads=8,
+        num_attention_heads=64 // head_dim,
         word_embed_proj_dim=64,
         max_position_embeddings=512,
         init_std=0.3,

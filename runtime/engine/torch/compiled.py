@@ -26,6 +26,8 @@ class Kernels:
     norm_dims : most dimensions of that weight
     gate, gelu_gate : SiLU or GELU of the first half of each row [n, 2 x width], times the second half
     add : to the first, in place, the second, which has its size
+    layer_norm : of x [..., width], a weight, a bias and an epsilon
+    relu : in place
     norm_heads : the norm of the first heads of [tokens, heads, head_dim], in place, each with its row of a
         weight [normed heads, head_dim]
 
@@ -38,13 +40,24 @@ class Kernels:
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_
     norm_heads: Callable[[torch.Tensor, torch.Tensor, float], None] | None = None
     gelu_gate: Callable[[torch.Tensor], torch.Tensor] | None = None
+    layer_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None
+    relu: Callable[[torch.Tensor], torch.Tensor] = torch.relu_
 
 
 def compiled_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The kernels for a type on a device; None: torch's operators compute."""
     if native.serves(dtype, device):
         gelu_gate = partial(native.gate, is_gelu=True)
-        return Kernels(native.rms_norm, 1, native.gate, native.add, native.norm_heads, gelu_gate)
+        return Kernels(
+            rms_norm=native.rms_norm,
+            norm_dims=1,
+            gate=native.gate,
+            add=native.add,
+            norm_heads=native.norm_heads,
+            gelu_gate=gelu_gate,
+            layer_norm=native.layer_norm,
+            relu=native.relu,
+        )
     if triton_runs(dtype, device):
         from runtime.engine.torch.gpu import kernels
 

@@ -150,6 +150,34 @@ def test_rms_norm_in_bfloat16(rows: int, width: int) -> None:
     assert torch.equal(native.rms_norm(x, wide, 1e-5), (scaled * wide).bfloat16())
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [5, 48, 771])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norm(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Also of values that are far from zero; in bfloat16 as in float32, and rounded once."""
+    torch.manual_seed(rows)
+    x = (torch.randn(rows, width) * 30 + 500).to(dtype)
+    weight, bias = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
+    found = native.layer_norm(x, weight, bias, 1e-5)
+    if dtype == torch.float32:
+        expected = F.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-5)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    else:
+        expected = native.layer_norm(x.float(), weight.float(), bias.float(), 1e-5)
+        assert torch.equal(found, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 3), (4, 1001), (70, 520)])
+def test_relu_is_that_of_torch(size: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(size[0])
+    x = torch.randn(size).to(dtype)
+    x.view(-1)[:3] = torch.tensor([torch.nan, -0.0, torch.inf])
+    expected = x.relu()
+    assert native.relu(x) is x
+    torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("dim", [16, 20])
 @pytest.mark.parametrize(

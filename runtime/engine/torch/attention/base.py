@@ -243,7 +243,7 @@ class Attention(LayerAttention):
     def _store(self, heads: torch.Tensor, cached: torch.Tensor, batch: Batch) -> None:
         """Write [total, kv_heads, head_dim] to one side of a layer."""
         form = self.cache.shape.format
-        if form.is_packed and self._compiled and heads[0].is_contiguous():
+        if self._compiled and heads[0].is_contiguous():
             native.store_heads(heads, batch.slots, cached, form.kind)
         else:
             cached.index_copy_(0, batch.slots, form.pack(heads))

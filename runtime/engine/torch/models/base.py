@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.collectives import Collectives
+from runtime.engine.torch.compiled import compiled_kernels
 from runtime.engine.torch.linear import Linear, Rows
 from runtime.engine.torch.loader import Checkpoint, Cut
 from runtime.engine.torch.quantised.linear import Quantised
@@ -55,6 +56,7 @@ class DecoderStage(ABC):
         self.checkpoint, self.collectives, self.rank = checkpoint, collectives, collectives.rank
         self.dtype, self.device = checkpoint.dtype, checkpoint.device
         self.quantised = Quantised(checkpoint, self.own_formats)
+        self._kernels = compiled_kernels(self.dtype, self.device)
         self.spec = self._parse()
         self._check_split()
         self.part = held(self.rank.stages, self.rank.stage.workers[self.rank.tp_rank], self.spec.kv_heads)
@@ -97,6 +99,10 @@ class DecoderStage(ABC):
 
     def _begin(self, batch: Batch) -> None:  # noqa: B027
         """Prepare what all layers of a step share."""
+
+    def _add(self, to: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """A summand of [tokens, hidden], and what came before it, in the summand's place."""
+        return to.add_(hidden) if self._kernels is None else self._kernels.add(to, hidden)
 
     @property
     def cache_shape(self) -> CacheShape:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from runtime.engine.torch.attention.base import Batch, Scoring
-from runtime.engine.torch.compiled import compiled_kernels
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import CheckpointConfig, Cut
 from runtime.engine.torch.models.base import DecoderStage, ModelSpec
@@ -52,7 +51,6 @@ class LlamaStage(DecoderStage):
             tied=bool(config.get("tie_word_embeddings", self.default_tied)),
         )
         self.windows = self._parse_windows(config, spec.layers)
-        self._kernels = compiled_kernels(self.dtype, self.device)
         return spec
 
     # -- what families vary
@@ -164,10 +162,6 @@ class LlamaStage(DecoderStage):
         if self._kernels is not None and (norm := self._kernels.norm_heads) is not None:
             return lambda x: norm(x, weight, self._eps)
         return lambda x: x.copy_(self._rms(x, weight))
-
-    def _add(self, to: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """A summand of [tokens, hidden], and what came before it, in the summand's place."""
-        return to.add_(hidden) if self._kernels is None else self._kernels.add(to, hidden)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Scale the last dimension to a root mean square of one, round, then multiply by the weight, in this

@@ -64,9 +64,9 @@ class OptStage(DecoderStage):
             query, key, value = fused.split((self.local_heads, *(2 * [self.local_kv_heads])), dim=1)
             batch.attention.store(key, value, layer, batch)
             attended = batch.attention.attend(query, key, value, layer, batch)
-            hidden = self.collectives.all_reduce(out(attended)).add_(hidden)
-            inner = up(self._layer_norm(hidden, final_norm)).relu_()
-            return self.collectives.all_reduce(down(inner)).add_(hidden)
+            hidden = self._add(self.collectives.all_reduce(out(attended)), hidden)
+            inner = self._relu(up(self._layer_norm(hidden, final_norm)))
+            return self._add(self.collectives.all_reduce(down(inner)), hidden)
 
         return run
 
@@ -80,5 +80,11 @@ class OptStage(DecoderStage):
         shape = (self.spec.hidden,)
         return self.checkpoint.read(f"{name}.weight", shape), self.checkpoint.read(f"{name}.bias", shape)
 
+    def _relu(self, x: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        return x.relu_() if self._kernels is None else self._kernels.relu(x)
+
     def _layer_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if self._kernels is not None and self._kernels.layer_norm is not None:
+            return self._kernels.layer_norm(x, *norm, _EPS)
         return F.layer_norm(x, (self.spec.hidden,), *norm, eps=_EPS)
