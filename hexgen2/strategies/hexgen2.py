@@ -80,8 +80,8 @@ LINEAR_UNTIL = 0.4
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
 """The same for pure phases, and the share of the time limit after which these searches end."""
 MANY_UNLIKE, UNLIKE = 8, 2.0
-"""With more classes of nodes, a search among colocated replicas gets so many times the effort: most groups of
-a candidate have to be planned then."""
+"""With more classes of nodes, most groups of a candidate have to be planned: a search among colocated
+replicas gets so many times the effort, and the linear program's start is first filled up."""
 PROMISING = 0.95
 """A search among pure phases takes its time if it finds this share of the best."""
 NEAR = 0.7
@@ -350,6 +350,11 @@ def _patience(state: SearchState) -> float:
     return 1.0 if state.stopping.time_limit_s is None else PATIENCE
 
 
+def _unlike(state: SearchState) -> bool:
+    """Whether few nodes are alike."""
+    return len(state.evaluator.planner.classes.nodes) > MANY_UNLIKE
+
+
 def _search_pure(
     state: SearchState, phases: Phases, seed: int, known_req_s: float, began: float, report: Report
 ) -> PureFound:
@@ -362,7 +367,7 @@ def _search_pure(
     pure = state.restricted_to(phases, listed, until)
     pure.progress = lambda now: report(now.incumbent.best)
     stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
-    if phases == "colocated" and len(state.evaluator.planner.classes.nodes) > MANY_UNLIKE:
+    if phases == "colocated" and _unlike(state):
         stale *= UNLIKE
     pure.spend(params.effort * patience, stale_effort=stale * patience)
     climb_from_linear(pure)
@@ -434,7 +439,7 @@ def climb_from_linear(state: SearchState) -> None:
     linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
     if linear.groups:
         label = "start from the linear program"
-        if state.stopping.time_limit_s is not None and state.budget is None:
+        if (state.stopping.time_limit_s is not None or _unlike(state)) and state.budget is None:
             # To refine a poor start takes longer than to find a better one.
             state.offer(evaluator.evaluate(linear), label)
             RuinAndRecreate(state, 0).improve(LINEAR_TURN)

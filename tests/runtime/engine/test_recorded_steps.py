@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -49,8 +50,16 @@ OTHERS = ("deepseek_v3",)
 WINDOWED = {"mistral": tuple(range(LAYERS)), "gemma3": (0, 1, 3, 4), "gpt_oss": (0, 2, 4)}
 
 
+def share_memory(engines: Sequence[TorchEngine]) -> None:
+    """Have the tensor-parallel ranks of a stage, each of which runs in a thread, sum through memory."""
+    descriptor, handle = native.memory_for(len(engines))
+    for rank, engine in enumerate(engines):
+        engine._stage.collectives._exchange = native.Exchange(handle, rank, len(engines), 60)
+    os.close(descriptor)
+
+
 class Ranks:
-    """What the tensor-parallel ranks of a stage exchange, each of which runs in a thread."""
+    """Has such ranks sum by other means than kernels."""
 
     def __init__(self, engines: Sequence[TorchEngine]) -> None:
         self._barrier = threading.Barrier(len(engines), timeout=60)
@@ -80,7 +89,13 @@ class Pipeline:
     """Engines of a replica's workers in one process, and what their layers see of steps."""
 
     def __init__(
-        self, folder: Path, stages: Sequence[StageShape], dtype: str, replays: bool, windowed: bool = False
+        self,
+        folder: Path,
+        stages: Sequence[StageShape],
+        dtype: str,
+        replays: bool,
+        windowed: bool = False,
+        join: Callable[[Sequence[TorchEngine]], object] = share_memory,
     ) -> None:
         self.stages = [
             [
@@ -102,7 +117,7 @@ class Pipeline:
                 engine._runner._recorded = None
         for engines in self.stages:
             if len(engines) > 1:
-                Ranks(engines)
+                join(engines)
 
     def serve(self, seed: int, lengths: Sequence[int] = LENGTHS, largest: int = 64) -> None:
         """Steps of random chunks of random requests until each has its tokens; one begins anew in other
@@ -200,12 +215,17 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compare(
-    folder: Path, stages: Sequence[StageShape], dtype: str, seed: int, windowed: bool = False
+    folder: Path,
+    stages: Sequence[StageShape],
+    dtype: str,
+    seed: int,
+    windowed: bool = False,
+    join: Callable[[Sequence[TorchEngine]], object] = share_memory,
 ) -> None:
     """Serve the same requests with and without replays."""
     found = []
     for replays in (True, False):
-        pipeline = Pipeline(folder, stages, dtype, replays, windowed)
+        pipeline = Pipeline(folder, stages, dtype, replays, windowed, join)
         if windowed:
             pipeline.serve(seed, (1, 12, 150, 7, 3), largest=5)
         else:
@@ -227,13 +247,22 @@ def test_replays_give_the_same_bits(
 
 @pytest.mark.parametrize("stages", [RANKS, UNEVEN], ids=["two ranks", "uneven"])
 @pytest.mark.parametrize("family", ["gemma2", "llama", "opt", "qwen3", "qwen3_moe"])
-def test_ranks_replay_between_their_sums(
-    family: str, stages: Sequence[StageShape], replays: list[int], tmp_path: Path
+@pytest.mark.parametrize("join", [share_memory, Ranks], ids=["memory", "apart"])
+def test_ranks_replay_their_sums(
+    family: str,
+    stages: Sequence[StageShape],
+    join: Callable[[Sequence[TorchEngine]], object],
+    replays: list[int],
+    tmp_path: Path,
 ) -> None:
-    compare(WRITERS[family](tmp_path / family, head_dim=16), stages, "float32", seed_of(family))
-    layers = stages[0].end_layer
-    assert max(replays) >= 4 * layers
+    """In one call, or between calls where ranks sum by other means."""
+    folder = WRITERS[family](tmp_path / family, head_dim=16)
+    compare(folder, stages, "float32", seed_of(family), join=join)
     assert len(replays) > 10
+    if join is Ranks:
+        assert max(replays) >= 4 * stages[0].end_layer
+    else:
+        assert (max(replays) > 1) == (family in MIXTURES)
 
 
 @pytest.mark.parametrize("family", WINDOWED)
