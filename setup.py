@@ -5,7 +5,10 @@ import sys
 
 from setuptools import Extension, setup
 
-SOURCES = ("kernels", "products", "quantised", "integers", "rounded", "copies", "loading", "exchange", "replay")
+SOURCES = (
+    *("kernels", "products", "quantised", "integers", "rounded"),
+    *("exchange", "copies", "loading", "replay"),
+)
 # Keys are torch's names of CPU capabilities: a build runs on processors with at least these instructions. The
 # default build is for any processor of its kind; that for ARM asks at run time for what only some have.
 INSTRUCTIONS = {"x86_64": {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"]}}
