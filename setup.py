@@ -6,8 +6,15 @@ import sys
 from setuptools import Extension, setup
 
 SOURCES = (
-    *("kernels", "products", "quantised", "integers", "rounded"),
-    *("exchange", "copies", "loading", "replay"),
+    "kernels",
+    "products",
+    "quantised",
+    "integers",
+    "rounded",
+    "exchange",
+    "copies",
+    "loading",
+    "replay",
 )
 # Keys are torch's names of CPU capabilities: a build runs on processors with at least these instructions. The
 # default build is for any processor of its kind; that for ARM asks at run time for what only some have.
