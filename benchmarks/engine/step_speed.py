@@ -14,49 +14,41 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
 from benchmarks.engine.quantised_speed import NAMES, dtype_of, make_models
+from benchmarks.engine.ranks import compared, joined, on_ranks
 from runtime import native
-from runtime.engine.rank import Rank
-from runtime.engine.torch.collectives import Collectives, connect_store, open_store
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.engine.torch.runner import StageRunner
 from runtime.kv_cache.pool import PagedCache
 from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step
-from runtime.protocol.message import Sampling, StageShape
+from runtime.protocol.message import Sampling
 
 BLOCK, CONTEXT, AT_A_TIME = 16, 128, 20
-HOST = "127.0.0.1"
-
-
-def loaded(folder: Path, dtype: str, tp: int, rank: int, port: int) -> DecoderStage:
-    """A rank's part of all layers of a checkpoint; it meets the others at this port."""
-    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    workers, cpu = tuple(f"rank-{number}" for number in range(tp)), torch.device("cpu")
-    stages = (StageShape(workers=workers, first_layer=0, end_layer=layers),)
-    collectives = Collectives(Rank.find(stages, workers[rank]), cpu)
-    if tp > 1:
-        collectives.join(HOST, connect_store(HOST, port, tp))
-    return load_stage(str(folder), dtype, cpu, collectives)
 
 
 def run_rank(
-    folder: Path, dtype: str, batches: Sequence[int], rounds: int, threads: int, *place: int
+    rank: int,
+    ranks: int,
+    ports: Sequence[int],
+    folder: Path,
+    dtype: str,
+    batches: Sequence[int],
+    rounds: int,
+    threads: int,
 ) -> list[list[list[float]]]:
-    """What `compare` finds for each batch, on a rank; for its place, see `loaded`."""
+    """What `compare` finds for each batch, on a rank."""
     torch.set_num_threads(threads)
-    stage = loaded(folder, dtype, *place)
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    stage = load_stage(str(folder), dtype, torch.device("cpu"), joined(rank, ranks, ports[0], layers))
     native.use_large_pages()
     return [compare(stage, batch, rounds) for batch in batches]
 
@@ -114,15 +106,10 @@ def main() -> None:
         print(f"{'':<20}{'batch':>6}{'replayed, ms':>18}{'by kernels, ms':>18}{'ratio':>7}")
         for name, folder in folders.items():
             dtype = options.dtype if options.model_path else dtype_of(name, options)
-            asked = folder, dtype, batches, options.rounds + 1, options.threads, options.tp
-            store = open_store(HOST, options.tp)
-            with ProcessPoolExecutor(options.tp, multiprocessing.get_context("spawn")) as pool:
-                ranks = [pool.submit(run_rank, *asked, rank, store.port) for rank in range(options.tp)]
-                found, *_ = [rank.result() for rank in ranks]
+            asked = folder, dtype, batches, options.rounds + 1, options.threads
+            found = on_ranks(options.tp, run_rank, *asked)
             for batch, sides in zip(batches, found, strict=True):
-                ms = [(1e3 * statistics.median(s), 1e3 * sorted(s)[len(s) // 10]) for s in sides]
-                cells = "".join(f"{f'{middle:.2f}, {fast:.2f}':>18}" for middle, fast in ms)
-                print(f"{name:<20}{batch:>6}{cells}{ms[1][0] / ms[0][0]:>7.2f}", flush=True)
+                print(f"{name:<20}{batch:>6}{compared(sides, 1e3, 18, 2)}", flush=True)
 
 
 if __name__ == "__main__":
