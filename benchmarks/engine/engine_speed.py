@@ -1,10 +1,11 @@
 """Compare the torch engine with transformers, vLLM on CPU and the limits of the machine.
 
     python -m benchmarks.engine.engine_speed [--dtypes float32,bfloat16] [--rounds 5] [--batches 1,8,32]
-        [--attempts 1] [--vllm-python PYTHON] [--before CHECKOUT]
+        [--attempts 1] [--families llama,qwen3_moe] [--vllm-python PYTHON] [--before CHECKOUT]
 
-A random Llama of 82 million parameters runs on all cores of this machine, with greedy sampling: prompts of
-128 tokens with 64 new ones at each batch size, then prompts of 512 tokens with a single new one. Each side
+A random Llama of 82 million parameters, or each of other --families (families.py), runs on all cores of this
+machine, with greedy sampling: prompts of 128 tokens with 64 new ones at each batch size, then prompts of 512
+tokens with a single new one. Each side
 (sides/) is a separate process that loads the model once; in every round each side gets the same new random
 prompts, one side after the other in a new random order. Our side is one colocated worker behind the
 coordinator, without HTTP. vLLM needs its own interpreter (--vllm-python). transformers runs with both of its
@@ -37,15 +38,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.engine.families import FAMILIES, VOCABULARY, make_model
 from benchmarks.serving.fleet import make_placement
 from benchmarks.simulator.against_fleet import least_disturbed
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = Path("benchmarks/engine/sides")
-VOCABULARY = 8192
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 PREFILL_TOKENS, PREFILL_BATCHES = 512, (1, 8)
 OURS, BEFORE, LIMITS = "hexgen2", "before", "limits"
@@ -134,27 +133,8 @@ def started(name: str, checkout: Path, command: list[str]) -> Iterator[Side]:
             process.wait(60)
 
 
-def make_model(folder: Path) -> None:
-    """Write the random checkpoint."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
 def commands(
-    model: Path, placement: Path, dtype: str, options: argparse.Namespace
+    family: str, model: Path, placement: Path, dtype: str, options: argparse.Namespace
 ) -> dict[str, tuple[Path, list[str]]]:
     """The checkout and the command of each side."""
 
@@ -170,7 +150,8 @@ def commands(
     if options.vllm_python is not None:
         for mode in ("compiled", "eager"):
             sides[f"vllm {mode}"] = side("vllm_offline", mode, python=options.vllm_python)
-    sides[LIMITS] = side("limits")
+    if family == "llama":
+        sides[LIMITS] = side("limits")
     return sides
 
 
@@ -220,13 +201,15 @@ def print_case(
     }
     rates = {name: statistics.median(run.rate for run in runs) for name, runs in seen.items()}
     best = max(rate for name, rate in rates.items() if name not in (OURS, BEFORE))
-    limits = {
-        kind: statistics.median(tokens / limit[f"{kind}_s"] for limit in answers[LIMITS])
-        for kind in (("memory", "products") if case.decodes else ("products",))
-    }
+    limits, heading = dict[str, float](), str(case)
+    if LIMITS in answers:
+        kinds = ("memory", "products") if case.decodes else ("products",)
+        for kind in kinds:
+            limits[kind] = statistics.median(tokens / limit[f"{kind}_s"] for limit in answers[LIMITS])
+        bandwidth = statistics.median(limit["bytes_s"] for limit in answers[LIMITS]) / 1e9
+        heading += f"; {bandwidth:.1f} GB/s, products by {answers[LIMITS][0]['call']}"
     rate = "decode" if case.decodes else "prefill"
-    bandwidth = statistics.median(limit["bytes_s"] for limit in answers[LIMITS]) / 1e9
-    print(f"\n{case}; {bandwidth:.1f} GB/s, products by {answers[LIMITS][0]['call']}")
+    print(f"\n{heading}")
     titles = ("overall", rate, "least", "most", "of best peer", *(f"of {kind}" for kind in limits), "others")
     print(f"{'':22}" + "".join(f"{title:>13}" for title in titles))
     for name, runs in seen.items():
@@ -243,6 +226,7 @@ def main() -> None:
     """Run the comparison for each dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--families", default="llama", help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--attempts", type=int, default=1)
@@ -254,16 +238,17 @@ def main() -> None:
     options.before = options.before and options.before.resolve()  # the sides run there
     cases = [Case(int(batch), PROMPT_TOKENS, NEW_TOKENS) for batch in options.batches.split(",")]
     cases += [Case(batch, PREFILL_TOKENS, 1) for batch in PREFILL_BATCHES]
-    with tempfile.TemporaryDirectory() as folder:
-        work, model = Path(folder), Path(folder) / "model"
-        make_model(model)
-        placement = make_placement(work, model, True, PROMPT_TOKENS, NEW_TOKENS)
-        for dtype in options.dtypes.split(","):
-            print(f"\n{dtype}", flush=True)
-            with ExitStack() as stack:
-                wanted = commands(model, placement, dtype, options)
-                sides = [stack.enter_context(started(name, *how)) for name, how in wanted.items()]
-                compare(sides, cases, options)
+    for family in options.families.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            work, model = Path(folder), Path(folder) / "model"
+            make_model(model, family)
+            placement = make_placement(work, model, True, PROMPT_TOKENS, NEW_TOKENS)
+            for dtype in options.dtypes.split(","):
+                print(f"\n{family}, {dtype}", flush=True)
+                with ExitStack() as stack:
+                    wanted = commands(family, model, placement, dtype, options)
+                    sides = [stack.enter_context(started(name, *how)) for name, how in wanted.items()]
+                    compare(sides, cases, options)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from runtime.native.kernels import (
     rms_norm,
     store_heads,
     turn_and_store,
+    turn_latents,
 )
 from runtime.native.library import (
     apart,
@@ -39,7 +40,16 @@ from runtime.native.library import (
 )
 from runtime.native.loading import pack_codes, pack_rows, read_pieces
 from runtime.native.memory import mapped, use_large_pages
-from runtime.native.products import Grouped, empty_panels, linear, pack, pack_bias, pack_mxfp4
+from runtime.native.products import (
+    Grouped,
+    empty_panels,
+    linear,
+    multiply_heads,
+    pack,
+    pack_bias,
+    pack_heads,
+    pack_mxfp4,
+)
 from runtime.native.quantised import Quantised, linear_quantised
 from runtime.native.recording import Arena, NotRepeatable, Recording, Replay
 from runtime.native.rounded import inputs_of_word, linear_rounded, pack_words
@@ -81,11 +91,13 @@ __all__ = [
     "multiplies",
     "multiplies_pairs",
     "multiplies_words",
+    "multiply_heads",
     "norm_heads",
     "pack",
     "pack_bias",
     "pack_bytes",
     "pack_codes",
+    "pack_heads",
     "pack_mxfp4",
     "pack_rows",
     "pack_words",
@@ -96,5 +108,6 @@ __all__ = [
     "serves",
     "store_heads",
     "turn_and_store",
+    "turn_latents",
     "use_large_pages",
 ]

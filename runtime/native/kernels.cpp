@@ -287,6 +287,7 @@ template <typename Head> Attend attend_for(long dim, long heads) {
     case 80: return by_heads<Head, 80>(heads);
     case 96: return by_heads<Head, 96>(heads);
     case 128: return by_heads<Head, 128>(heads);
+    case 192: return by_heads<Head, 192>(heads);
     case 256: return by_heads<Head, 256>(heads);
     case MOST_DIM: return by_heads<Head, MOST_DIM>(heads);
     default: return nullptr;
@@ -304,6 +305,7 @@ AttendTile attend_tile_for(long dim) {
     case 80: return attend_tile<80>;
     case 96: return attend_tile<96>;
     case 128: return attend_tile<128>;
+    case 192: return attend_tile<192>;
     case 256: return attend_tile<256>;
     case MOST_DIM: return attend_tile<MOST_DIM>;
     default: return nullptr;
@@ -434,9 +436,41 @@ inline void norm_row(const Value *from, const Weight *weight, float eps, long wi
 }
 
 template <typename Value, typename Weight>
-void norm_rows(const Value *x, const Weight *weight, float eps, long rows, long width, Value *output) {
+void norm_rows(const Value *x, long x_row, const Weight *weight, float eps, long rows, long width, Value *output) {
 #pragma omp parallel for if (rows * width >= PARALLEL_FROM)
-    for (long row = 0; row < rows; ++row) norm_row(x + row * width, weight, eps, width, output + row * width);
+    for (long row = 0; row < rows; ++row) norm_row(x + row * x_row, weight, eps, width, output + row * width);
+}
+
+// Rotates pairs of values, which are neighbours or `half` apart; in `to` they are `half` apart.
+template <typename Value>
+inline void turn_into(const Value *from, const Value *cosine, const Value *sine, long half, bool neighbours,
+                      Value *to) {
+    for (long at = 0; at < half; ++at) {
+        const float x = from[neighbours ? 2 * at : at], y = from[neighbours ? 2 * at + 1 : half + at];
+        const float c = cosine[at], s = sine[at];
+        to[at] = x * c - y * s;
+        to[half + at] = y * c + x * s;
+    }
+}
+
+// Latents are kept [rank, 2 x half] for each token, and queries end in as many values to rotate as these do.
+template <typename Value, typename Weight>
+void turn_each_latent(const Value *queries, long queries_row, const Value *kept, long kept_row, const Weight *weight,
+                      float eps, const Value *cosines, const Value *sines, bool neighbours, long count, long heads,
+                      long query_dim, long rank, long half, Value *turned, long turned_row, long turned_head,
+                      Value *key) {
+    const long rope = 2 * half;
+#pragma omp parallel for if (count * heads * rope >= PARALLEL_FROM)
+    for (long token = 0; token < count; ++token) {
+        const Value *const cosine = cosines + token * half, *const sine = sines + token * half;
+        const Value *const own = kept + token * kept_row;
+        Value *const to = key + token * (rank + rope);
+        norm_row(own, weight, eps, rank, to);
+        turn_into(own + rank, cosine, sine, half, neighbours, to + rank);
+        for (long head = 0; head < heads; ++head)
+            turn_into(queries + token * queries_row + (head + 1) * query_dim - rope, cosine, sine, half, neighbours,
+                      turned + token * turned_row + head * turned_head);
+    }
 }
 
 template <typename Value, typename Weight>
@@ -581,13 +615,29 @@ void turn_and_store(void *heads, long type, const void *cosines, const void *sin
     });
 }
 
-void rms_norm(const void *x, long type, const void *weight, long weight_type, float eps, long rows, long width,
-              void *output) {
+void turn_latents(const void *queries, long type, long queries_row, const void *kept, long kept_row, const void *weight,
+                  long weight_type, float eps, const void *cosines, const void *sines, long neighbours, long count,
+                  long heads, long query_dim, long rank, long half, void *turned, long turned_row, long turned_head,
+                  void *key) {
     with_type(type, [&](auto sample) {
         using Value = decltype(sample);
         with_type(weight_type, [&](auto of_weight) {
-            norm_rows(static_cast<const Value *>(x), static_cast<const decltype(of_weight) *>(weight), eps, rows,
-                      width, static_cast<Value *>(output));
+            turn_each_latent(static_cast<const Value *>(queries), queries_row, static_cast<const Value *>(kept),
+                             kept_row, static_cast<const decltype(of_weight) *>(weight), eps,
+                             static_cast<const Value *>(cosines), static_cast<const Value *>(sines), neighbours != 0,
+                             count, heads, query_dim, rank, half, static_cast<Value *>(turned), turned_row,
+                             turned_head, static_cast<Value *>(key));
+        });
+    });
+}
+
+void rms_norm(const void *x, long type, long x_row, const void *weight, long weight_type, float eps, long rows,
+              long width, void *output) {
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        with_type(weight_type, [&](auto of_weight) {
+            norm_rows(static_cast<const Value *>(x), x_row, static_cast<const decltype(of_weight) *>(weight), eps,
+                      rows, width, static_cast<Value *>(output));
         });
     });
 }
@@ -653,6 +703,7 @@ void convert_values(const void *from, long from_type, long count, void *to, long
 REPEATS(attend_paged);
 REPEATS(turn_and_store);
 REPEATS(store_heads);
+REPEATS(turn_latents);
 REPEATS(rms_norm);
 REPEATS(layer_norm);
 REPEATS(relu);

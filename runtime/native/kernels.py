@@ -203,14 +203,72 @@ def store_heads(heads: torch.Tensor, slots: torch.Tensor, cached: torch.Tensor, 
     )
 
 
+def turn_latents(
+    queries: torch.Tensor,
+    kept: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    neighbours: bool,
+    turned: torch.Tensor,
+) -> torch.Tensor:
+    """What latent attention keeps of each token: the norm of its latent, and the part of its key that is
+    rotated; also rotates that part of all queries.
+
+    Parameters
+    ----------
+    queries : [tokens, heads, head_dim], whose heads are adjacent; the last `rope` values are rotated
+    kept : [tokens, rank + rope]; rows need not be adjacent
+    weight : of the norm, [rank]
+    cosines, sines : [tokens, rope / 2], contiguous
+    neighbours : whether pairs that rotate together are neighbours, rather than half of `rope` apart, as they
+        are afterwards
+    turned : [tokens, heads, rope], where rotated parts of queries are written; neither tokens nor heads need
+        be adjacent
+
+    Returns
+    -------
+    [tokens, rank + rope]
+    """
+    tokens, heads, dim = queries.shape
+    rank = len(weight)
+    key = library.empty((tokens, kept.shape[1]), kept.dtype)
+    library.call(
+        "turn_latents",
+        queries.data_ptr(),
+        library.FLOATS[queries.dtype],
+        queries.stride(0),
+        kept.data_ptr(),
+        kept.stride(0),
+        weight.data_ptr(),
+        library.FLOATS[weight.dtype],
+        eps,
+        cosines.data_ptr(),
+        sines.data_ptr(),
+        int(neighbours),
+        tokens,
+        heads,
+        dim,
+        rank,
+        cosines.shape[1],
+        turned.data_ptr(),
+        turned.stride(0),
+        turned.stride(1),
+        key.data_ptr(),
+    )
+    return key
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., width], contiguous -> scaled to a root mean square of one, rounded to the weight's type, times
-    the weight [width]."""
+    """x [..., width], contiguous but for [n, width], whose rows need not be adjacent -> scaled to a root mean
+    square of one, rounded to the weight's type, times the weight [width]."""
     output, width = library.empty(x.shape, x.dtype), x.shape[-1]
     library.call(
         "rms_norm",
         x.data_ptr(),
         library.FLOATS[x.dtype],
+        x.stride(0) if x.dim() == 2 else width,
         weight.data_ptr(),
         library.FLOATS[weight.dtype],
         eps,

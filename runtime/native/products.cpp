@@ -150,11 +150,11 @@ template <typename Kind> struct Several {
     }
 };
 
-// All rows of x times some of the panels.
+// All rows of x times some of the panels; rows of the output are `output_row` apart.
 template <typename Kind>
 void multiply_panels(const typename Kind::Value *x, long rows, long inputs, const float *packed,
                      const float *bias, long outputs, long first_panel, long end_panel,
-                     typename Kind::Value *output) {
+                     typename Kind::Value *output, long output_row) {
     typedef typename Kind::Input Input;
     constexpr bool CONVERTS = sizeof(Input) * Kind::STEP > sizeof(*x) * Kind::INPUTS;
     const long words = inputs / Kind::INPUTS, x_row = words * Kind::STEP, size = words * PANEL;
@@ -173,12 +173,13 @@ void multiply_panels(const typename Kind::Value *x, long rows, long inputs, cons
             for (; panel + several <= end_panel; panel += several)
                 multiplies<Several<Kind>, Kind::FEW>.by_rows[count](
                     some, words, packed + panel * size, bias ? bias + panel * PANEL : nullptr,
-                    output + first * outputs + panel * PANEL, outputs, width_of(panel + several - 1));
+                    output + first * output_row + panel * PANEL, output_row, width_of(panel + several - 1));
         for_panels(count, packed, size, AHEAD * PANEL, panel, end_panel,
                    [&](long panel, long from, long to, const Ahead &ahead) {
                        multiplies<Product<Kind>>.by_rows[to - from](
                            some + from * x_row, words, packed + panel * size, bias ? bias + panel * PANEL : nullptr,
-                           ahead, output + (first + from) * outputs + panel * PANEL, outputs, width_of(panel));
+                           ahead, output + (first + from) * output_row + panel * PANEL, output_row,
+                           width_of(panel));
                    });
     }
 }
@@ -287,7 +288,35 @@ void multiply_packed(const void *x, long rows, long inputs, long kind, const flo
         for (long piece = 0; piece < pieces; ++piece)
             multiply_panels<Kind>(static_cast<const Value *>(x), rows, inputs, packed, bias, outputs,
                                   panels * piece / pieces, panels * (piece + 1) / pieces,
-                                  static_cast<Value *>(output));
+                                  static_cast<Value *>(output), outputs);
+    });
+}
+
+void multiply_heads(const void *x, long x_row, long x_head, long rows, long heads, long inputs, long kind,
+                    const float *packed, long outputs, void *output, long output_row, long output_head) {
+    const long panels = (outputs + PANEL - 1) / PANEL;
+    with_kind(kind, [&](auto chosen) {
+        using Kind = decltype(chosen);
+        typedef typename Kind::Value Value;
+        const long pieces = count_pieces(panels, rows), size = panels * (inputs / Kind::INPUTS) * PANEL;
+        const bool apart = rows > 1 && x_row != inputs;
+#pragma omp parallel
+        {
+            std::vector<Value> together(apart ? rows * inputs : 0);
+#pragma omp for schedule(dynamic, 1)
+            for (long item = 0; item < heads * pieces; ++item) {
+                const long head = item / pieces, piece = item % pieces;
+                const Value *own = static_cast<const Value *>(x) + head * x_head;
+                if (apart) {
+                    for (long row = 0; row < rows; ++row)
+                        std::memcpy(&together[row * inputs], own + row * x_row, inputs * sizeof(Value));
+                    own = together.data();
+                }
+                multiply_panels<Kind>(own, rows, inputs, packed + head * size, nullptr, outputs,
+                                      panels * piece / pieces, panels * (piece + 1) / pieces,
+                                      static_cast<Value *>(output) + head * output_head, output_row);
+            }
+        }
     });
 }
 
@@ -299,7 +328,7 @@ void multiply_grouped(const void *x, const int64_t *counts, long groups, long in
         for_groups(counts, groups, outputs, [&](long group, long row, long first, long end) {
             multiply_panels<Kind>(static_cast<const Value *>(x) + row * inputs, counts[group], inputs,
                                   packed[group], biases ? biases[group] : nullptr, outputs, first, end,
-                                  static_cast<Value *>(output) + row * outputs);
+                                  static_cast<Value *>(output) + row * outputs, outputs);
         });
     });
 }
@@ -325,3 +354,4 @@ void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inp
 }
 
 REPEATS(multiply_packed);
+REPEATS(multiply_heads);

@@ -31,11 +31,15 @@ def empty_panels(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) 
     [out / width, in, width] float32, or [out / width, in / 2, width, 2] of 16 bits, where an odd number of
     inputs is padded, too
     """
-    width = library.panel_width()
-    inner = (inputs, width) if dtype == torch.float32 else (-(-inputs // 2), width, 2)
-    panels = mapped((-(-outputs // width), *inner), dtype)
+    panels = mapped(_panels_shape(outputs, inputs, dtype), dtype)
     panels[-1:].zero_()  # all others are written whole
     return panels
+
+
+def _panels_shape(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+    width = library.panel_width()
+    inner = (inputs, width) if dtype == torch.float32 else (-(-inputs // 2), width, 2)
+    return (-(-outputs // width), *inner)
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
@@ -60,6 +64,49 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out
         address,
         outputs,
         output.data_ptr(),
+    )
+    return output
+
+
+def pack_heads(weights: torch.Tensor) -> torch.Tensor:
+    """[heads, out, in] float32 or bfloat16, with an even number of inputs -> panels of each head, for
+    `multiply_heads`."""
+    heads, outputs, inputs = weights.shape
+    packed = mapped((heads, *_panels_shape(outputs, inputs, weights.dtype)), weights.dtype)
+    packed[:, -1:].zero_()  # all others are written whole
+    for own, weight in zip(packed, weights, strict=True):
+        pack_rows(own, 0, weight)
+    return packed
+
+
+def multiply_heads(x: torch.Tensor, packed: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Multiply each head of x by its own weights.
+
+    Parameters
+    ----------
+    x : [n, heads, in]; neither rows nor heads need be adjacent, and all heads may be the same
+    packed : weights of the same type, by `pack_heads`
+    output : [n, heads, out], where the products are written; neither rows nor heads need be adjacent
+
+    Returns
+    -------
+    output
+    """
+    rows, heads, inputs = x.shape
+    library.call(
+        "multiply_heads",
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        rows,
+        heads,
+        inputs,
+        _kind(x.dtype),
+        packed.data_ptr(),
+        output.shape[2],
+        output.data_ptr(),
+        output.stride(0),
+        output.stride(1),
     )
     return output
 
@@ -134,7 +181,14 @@ def _multiplied(x: torch.Tensor, weights: torch.dtype) -> tuple[torch.Tensor, in
         return x, _BY_FLOATS
     if x.dtype == torch.float32:
         return in_pairs(x), _BF16_WIDENED if weights == torch.bfloat16 else _FP16_WIDENED
-    return in_pairs(x), _BF16_BY_PAIRS if library.multiplies_pairs() else _BF16_BY_FLOATS
+    return in_pairs(x), _kind(x.dtype)
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """How kernels multiply x by weights of the same type."""
+    if dtype == torch.float32:
+        return _BY_FLOATS
+    return _BF16_BY_PAIRS if library.multiplies_pairs() else _BF16_BY_FLOATS
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> np.ndarray:

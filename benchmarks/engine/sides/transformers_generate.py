@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.engine.sides.protocol import Channel
 
@@ -31,7 +31,7 @@ class Watch(StoppingCriteria):
 def main(checkpoint: str, dtype: str, cache: str) -> None:
     """Answer cases; `cache` is "dynamic" or "static"."""
     channel = Channel()
-    model: Any = LlamaForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     model.generation_config.eos_token_id = None
     channel.ready()
     for case in channel:

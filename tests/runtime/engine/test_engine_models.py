@@ -92,6 +92,7 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
         write_deepseek_v3,
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False, "n_shared_experts": 2},
     ),
+    "deepseek_v3, wide latents": (write_deepseek_v3, {"kv_lora_rank": 120}),
     "deepseek_v3, yarn": (
         write_deepseek_v3,
         {"rope_parameters": DEEPSEEK_YARN, "norm_topk_prob": False, "first_k_dense_replace": 0},

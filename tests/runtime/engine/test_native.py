@@ -20,7 +20,7 @@ from runtime.kv_cache.formats import KV_FORMATS, kv_format
 
 ROWS = [1, 7, 300]
 PACKED = [name for name, form in KV_FORMATS.items() if form.is_packed]
-HEADS = [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128), (5, 1, 576)]
+HEADS = [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128), (4, 4, 192), (5, 1, 576)]
 
 
 @pytest.fixture(params=BUILDS, autouse=True)
@@ -108,6 +108,29 @@ def test_grouped_products(
     assert torch.equal(native.Grouped(packed, biases, outputs)(x, counts), each)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4, 13, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (33, 100), (200, 700)])
+def test_products_of_heads(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
+    """Each head by its own weights, in rows that are apart; also where all heads have the same x. What lies
+    between the results stays as it is."""
+    torch.manual_seed(rows)
+    weights = torch.randn(3, outputs, inputs).to(dtype)
+    packed = native.pack_heads(weights)
+    wide, result = (
+        torch.randn(rows, 3, inputs + 6).to(dtype),
+        torch.full((rows, 3, outputs + 5), 7.0).to(dtype),
+    )
+    x = wide[..., 4:-2]
+    for same in (False, True):
+        asked = x[:, :1].contiguous().expand(-1, 3, -1) if same else x
+        native.multiply_heads(asked, packed, result[..., 2:-3])
+        for head, weight in enumerate(weights):
+            alone = native.linear(asked[:, head].contiguous(), native.pack(weight), None, outputs)
+            assert torch.equal(result[:, head, 2:-3], alone)
+    assert (result[..., :2] == 7).all() and (result[..., -3:] == 7).all()
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("counts", [[1], [0, 7, 40, 0]])
 @pytest.mark.parametrize(("outputs", "blocks"), [(1, 1), (33, 3), (200, 20)])
@@ -135,7 +158,10 @@ def test_rms_norm(rows: int, width: int) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, width) * 30, torch.randn(width)
     expected = F.rms_norm(x.double(), (width,), weight.double(), 1e-5)
-    torch.testing.assert_close(native.rms_norm(x, weight, 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
+    found = native.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    apart = torch.cat([x, torch.full((rows, 3), torch.nan)], dim=1)[:, :width]
+    assert torch.equal(native.rms_norm(apart, weight, 1e-5), found)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -258,6 +284,35 @@ def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int, t
     torch.testing.assert_close(cache[0, slots].double(), turned[:, key_heads], rtol=1e-5, atol=1e-5)
     assert torch.equal(cache[1, slots].double(), wide[:, queries + kv_heads :])
     assert cache.isnan().sum() == 2 * 9 * kv_heads * dim
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", ROWS)
+def test_turning_latents(rows: int, dtype: torch.dtype, neighbours: bool) -> None:
+    """In bfloat16 as in float32, and rounded once."""
+    torch.manual_seed(rows)
+    heads, nope, rank, half = 3, 10, 40, 6
+    queries = torch.randn(rows, heads, nope + 2 * half).to(dtype)
+    kept = torch.randn(rows, 7 + rank + 2 * half).to(dtype)[:, 7:]
+    weight, angles = torch.randn(rank).to(dtype), torch.randn(rows, half) * 5
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    output = torch.full((rows, heads, 5 + 2 * half), torch.nan).to(dtype)
+    key = native.turn_latents(queries, kept, weight, 1e-6, cosines, sines, neighbours, output[..., 5:])
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        low, high = (
+            x.double().unflatten(-1, (half, 2) if neighbours else (2, half)).unbind(-1 if neighbours else -2)
+        )
+        by = torch.complex(cosines.double(), sines.double()).view(rows, *([1] * (x.dim() - 2)), half)
+        pairs = torch.complex(low, high) * by
+        return torch.cat((pairs.real, pairs.imag), dim=-1).to(dtype)
+
+    off = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
+    torch.testing.assert_close(output[..., 5:], turned(queries[..., nope:]), **off)
+    torch.testing.assert_close(key[:, rank:], turned(kept[:, rank:]), **off)
+    assert torch.equal(key[:, :rank], native.rms_norm(kept[:, :rank], weight, 1e-6))
+    assert output[..., :5].isnan().all()
 
 
 def test_every_number_near_a_code_of_fp8_becomes_the_code_of_torch() -> None:

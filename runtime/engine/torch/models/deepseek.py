@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from cost_model.architecture import LatentAttention
-from runtime.engine.torch.attention.base import Batch, Scoring
+from runtime.engine.torch.attention.base import Scoring
 from runtime.engine.torch.experts import Mixture
+from runtime.engine.torch.latent import LatentHeads, latent_attention, latent_rms
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import FLOATS, CheckpointConfig
 from runtime.engine.torch.models.base import ModelSpec
@@ -22,19 +22,15 @@ from runtime.engine.torch.models.mixture import MixtureStage, Router
 from runtime.engine.torch.models.rope import rope_parameters
 from runtime.kv_cache.pool import CacheShape
 
-Projection = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+Projection = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-_LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
 _LEAST = 1e-20  # added to a sum of weights before they are divided by it
 
 
 class DeepseekV3Stage(MixtureStage):
     """One worker's part of a DeepSeek-V3 model.
 
-    The KV cache holds one vector for each token and layer, which every rank has: the latent, and behind it
-    the rotated part of the key. Attention works on these vectors, as if they were keys and values of a single
-    KV head (DeepSeek-V2, arXiv:2405.04434, section 2.1.2): what would expand them to keys is applied to
-    queries, what would expand them to values is applied to results.
+    The KV cache holds one vector for each token and layer, which every rank has (latent.py).
     """
 
     default_dense: ClassVar[int] = 3
@@ -79,23 +75,21 @@ class DeepseekV3Stage(MixtureStage):
     # -- attention
 
     def _load_attention(self, name: str, layer: int) -> Attention:
-        latent, heads, rank = self._latent, self.local_heads, self._latent.latent_rank
-        norm = self._norm(f"{name}.kv_a_layernorm", rank)
+        latent = self._latent
+        norm = self._norm(f"{name}.kv_a_layernorm", latent.latent_rank)
         project = self._load_projection(name)
-        to_keys, to_values = self._load_expansion(name)
+        heads = LatentHeads(
+            latent,
+            self.local_heads,
+            self._load_expansion(name),
+            norm,
+            self._rotary,
+            self._interleaved,
+            self._scoring,
+        )
+        attend = latent_attention(heads, self.cache_shape)
         out = self.row_parallel(f"{name}.o_proj", self.cut(self.spec.heads * latent.value_dim), bias=False)
-
-        def run(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-            queries, cached = project(x)
-            nope, turning = queries.unflatten(1, (heads, -1)).split((latent.nope_dim, latent.rope_dim), dim=2)
-            query = torch.cat([_per_head(nope, to_keys), self._turned(turning)], dim=2)
-            own = self._latent_rms(cached[:, :rank], norm).unsqueeze(1)
-            key = torch.cat([own, self._turned(cached[:, None, rank:])], dim=2)
-            batch.attention.store(key, key, layer, batch)
-            seen = batch.attention.attend(query, key, key, layer, batch, self._scoring)
-            return out(_per_head(seen.unflatten(1, (heads, -1))[..., :rank], to_values).flatten(1))
-
-        return run
+        return lambda x, batch: out(attend(*project(x), layer, batch))
 
     def _load_projection(self, name: str) -> Projection:
         """To this rank's queries, [tokens, heads x (nope_dim + rope_dim)], and to what becomes the cached
@@ -106,37 +100,25 @@ class DeepseekV3Stage(MixtureStage):
         if latent.query_rank is None:
             names, sizes = (f"{name}.q_proj", f"{name}.kv_a_proj_with_mqa"), (queries[2] - queries[1], cached)
             both = self.fused_columns(names, (queries, kept), bias=False)
-            return lambda x: both(x).split(sizes, dim=1)
+            return lambda x: _in_two(both(x), sizes)
         rank = latent.query_rank
         names, sizes = (f"{name}.q_a_proj", f"{name}.kv_a_proj_with_mqa"), (rank, cached)
         both = self.fused_columns(names, ((rank, 0, rank), kept), bias=False)
         norm = self._norm(f"{name}.q_a_layernorm", rank)
         expand = self.fused_columns((f"{name}.q_b_proj",), (queries,), bias=False, inputs=rank)
 
-        def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            low, kept = both(x).split(sizes, dim=1)
-            return expand(self._latent_rms(low, norm)), kept
+        def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            low, kept = _in_two(both(x), sizes)
+            return expand(latent_rms(low, norm)), kept
 
         return run
 
-    def _load_expansion(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """What expands a latent to keys, applied to queries, [heads, nope_dim, latent_rank]; and to values,
-        [heads, latent_rank, value_dim]."""
-        latent, heads = self._latent, self.local_heads
-        wide = latent.nope_dim + latent.value_dim
-        rows, columns = self.cut(self.spec.heads * wide), (latent.latent_rank, 0, latent.latent_rank)
-        weight = self.quantised.plain(f"{name}.kv_b_proj", rows, columns)
-        keys, values = weight.view(heads, wide, -1).split((latent.nope_dim, latent.value_dim), dim=1)
-        return keys, values.transpose(1, 2)
-
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotated parts of heads, [tokens, heads, rope_dim], in halves where the checkpoint has pairs."""
-        x = x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2) if self._interleaved else x.clone()
-        self._rotary.rotate(x)
-        return x
-
-    def _latent_rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, _LATENT_EPS).mul_(weight)
+    def _load_expansion(self, name: str) -> torch.Tensor:
+        """What expands a latent to keys and values; see `LatentHeads`."""
+        latent = self._latent
+        rows = self.cut(self.spec.heads * (latent.nope_dim + latent.value_dim))
+        columns = (latent.latent_rank, 0, latent.latent_rank)
+        return self.quantised.plain(f"{name}.kv_b_proj", rows, columns)
 
     # -- experts
 
@@ -170,7 +152,7 @@ class DeepseekV3Stage(MixtureStage):
         names = (f"{name}.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
         gate, up, down = names
         shared = self.gated((gate, up, down), self.cut(self._shared), bias=False)
-        return lambda x: routed(x).add_(shared(x))
+        return lambda x: self._add(routed(x), shared(x))
 
     def _load_router(self, name: str) -> Router:
         experts = self._mixture.experts
@@ -197,6 +179,7 @@ class DeepseekV3Stage(MixtureStage):
         return grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, in] by weight [heads, in, out] -> [tokens, heads, out]."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+def _in_two(x: torch.Tensor, sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns of x [tokens, width] in two parts of these widths."""
+    first, second = x.split(sizes, dim=1)
+    return first, second
