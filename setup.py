@@ -12,6 +12,7 @@ SOURCES = (
     "integers",
     "rounded",
     "exchange",
+    "experts",
     "copies",
     "loading",
     "replay",

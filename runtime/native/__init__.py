@@ -1,7 +1,7 @@
 """Compiled kernels: for what a step computes in float32 and bfloat16 on CPUs (kernels.cpp), its products with
 weights (products.cpp), also with quantised ones (quantised.cpp, rounded.cpp) and of integers on both sides
-(integers.cpp), to copy KV caches (copies.cpp), to read weights (loading.cpp), and to sum over
-ranks (exchange.cpp).
+(integers.cpp), the experts of mixtures (experts.cpp), to copy KV caches (copies.cpp), to read weights
+(loading.cpp), and to sum over ranks (exchange.cpp).
 
 Values in bfloat16 are computed with in float32, and rounded when they are written.
 
@@ -10,6 +10,7 @@ torch's operators, which give the same values up to rounding; if `copies` is Fal
 """
 
 from runtime.native.exchange import Exchange, memory_for
+from runtime.native.experts import ExpertRows, add_experts, choose_experts, gather_experts
 from runtime.native.integers import LARGEST_INPUTS, GroupedIntegers, Integers, find_ranges, pack_bytes
 from runtime.native.kernels import (
     PLAIN_KV,
@@ -18,6 +19,7 @@ from runtime.native.kernels import (
     attend_chunk,
     attend_paged,
     attends_to,
+    clamped_gate,
     converted,
     gate,
     layer_norm,
@@ -60,6 +62,7 @@ __all__ = [
     "PLAIN_KV",
     "Arena",
     "Exchange",
+    "ExpertRows",
     "Grouped",
     "GroupedIntegers",
     "Integers",
@@ -69,10 +72,13 @@ __all__ = [
     "Replay",
     "Spans",
     "add",
+    "add_experts",
     "apart",
     "attend_chunk",
     "attend_paged",
     "attends_to",
+    "choose_experts",
+    "clamped_gate",
     "converted",
     "copies",
     "copy_tokens",
@@ -81,6 +87,7 @@ __all__ = [
     "empty_panels",
     "find_ranges",
     "gate",
+    "gather_experts",
     "inputs_of_word",
     "layer_norm",
     "linear",

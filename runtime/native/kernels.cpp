@@ -550,6 +550,30 @@ template <typename Curve, typename Value> void gate_rows(const Value *gate_up, l
     }
 }
 
+// The gate of gpt-oss: of clamped gates and ups, gate x sigmoid(sharpness x gate) x (up + 1).
+template <typename Value>
+void clamped_gate_rows(const Value *gate_up, long rows, long width, float sharpness, float limit, Value *output) {
+    const long whole = width / LANES * LANES;
+    const Floats most = all(limit), least = all(-limit);
+#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
+    for (long row = 0; row < rows; ++row) {
+        const Value *const gates = gate_up + 2 * row * width, *const ups = gates + width;
+        Value *const to = output + row * width;
+        for (long at = 0; at < whole; at += LANES) {
+            Floats gate = load(gates + at), up = load(ups + at);
+            gate = gate > most ? most : gate;
+            up = up > most ? most : up;
+            up = up < least ? least : up;
+            store(to + at, gate / (1.f + exponential(-sharpness * gate)) * (up + 1.f));
+        }
+        for (long at = whole; at < width; ++at) {
+            const float gate = std::min<float>(gates[at], limit);
+            const float up = std::min(std::max<float>(ups[at], -limit), limit);
+            to[at] = gate / (1 + std::exp(-sharpness * gate)) * (up + 1);
+        }
+    }
+}
+
 } // namespace
 
 extern "C" {
@@ -666,6 +690,14 @@ void gate(const void *gate_up, long type, long rows, long width, long is_gelu, v
     });
 }
 
+void clamped_gate(const void *gate_up, long type, long rows, long width, float sharpness, float limit, void *output) {
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        clamped_gate_rows(static_cast<const Value *>(gate_up), rows, width, sharpness, limit,
+                          static_cast<Value *>(output));
+    });
+}
+
 void norm_heads(void *heads, long type, long heads_row, long rows, long count, long dim, const void *weight,
                 long weight_type, float eps) {
     with_type(type, [&](auto sample) {
@@ -709,5 +741,6 @@ REPEATS(layer_norm);
 REPEATS(relu);
 REPEATS(norm_heads);
 REPEATS(gate);
+REPEATS(clamped_gate);
 REPEATS(add);
 REPEATS(convert_values);

@@ -321,6 +321,24 @@ def gate(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
     return output
 
 
+def clamped_gate(gate_up: torch.Tensor, sharpness: float, limit: float) -> torch.Tensor:
+    """[tokens, 2 x width], contiguous -> gate x sigmoid(sharpness x gate) x (up + 1), [tokens, width], of
+    gates of at most the limit and ups within it."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    output = library.empty((rows, width), gate_up.dtype)
+    library.call(
+        "clamped_gate",
+        gate_up.data_ptr(),
+        library.FLOATS[gate_up.dtype],
+        rows,
+        width,
+        sharpness,
+        limit,
+        output.data_ptr(),
+    )
+    return output
+
+
 def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """The norm of the first heads of each token, in place, each with its row of the weight.
 

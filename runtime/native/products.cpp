@@ -355,3 +355,5 @@ void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inp
 
 REPEATS(multiply_packed);
 REPEATS(multiply_heads);
+REPEATS(multiply_grouped);
+REPEATS(multiply_mxfp4);

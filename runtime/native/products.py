@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from runtime.native import library
+from runtime.native.kernels import converted
 from runtime.native.loading import in_pairs, pack_rows
 from runtime.native.memory import mapped
 
@@ -133,14 +134,19 @@ class Grouped:
         self._weights = [_addresses(each) for each in ((packed, exponents) if exponents else (packed,))]
         self._biases = _addresses(biases) if biases else None
 
-    def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """x [n, in], contiguous and sorted by group, of which each has so many rows -> [n, out].
+    def __call__(self, x: torch.Tensor, counts: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """x [n, in], contiguous and sorted by group -> [n, out].
 
         In mxfp4, x of any type is computed in float32.
+
+        Parameters
+        ----------
+        counts : of each group's rows, n in all, or fewer: results of rows after them are not written
         """
         dtype = x.dtype
-        x = x.float() if self._in_mxfp4 else x
-        output, rows = x.new_empty(len(x), self._outputs), np.array(counts, dtype=np.int64)
+        x = converted(x, torch.float32) if self._in_mxfp4 else x
+        output = library.empty((len(x), self._outputs), x.dtype)
+        rows = library.kept(np.asarray(counts, dtype=np.int64))
         x, kind = _multiplied(x, x.dtype if self._in_mxfp4 else self._kept[0][0].dtype)
         library.call(
             "multiply_mxfp4" if self._in_mxfp4 else "multiply_grouped",
@@ -154,7 +160,7 @@ class Grouped:
             self._outputs,
             output.data_ptr(),
         )
-        return output.to(dtype)
+        return converted(output, dtype)
 
 
 def pack_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,6 +26,7 @@ class Kernels:
     norm_dims : most dimensions of that weight
     gate, gelu_gate : SiLU or GELU of the first half of each row [n, 2 x width], times the second half
     add : to the first, in place, the second, which has its size
+    clamped_gate : of the same, a sharpness and a limit, as in gpt-oss
     layer_norm : of x [..., width], a weight, a bias and an epsilon
     relu : in place
     norm_heads : the norm of the first heads of [tokens, heads, head_dim], in place, each with its row of a
@@ -40,6 +41,7 @@ class Kernels:
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_
     norm_heads: Callable[[torch.Tensor, torch.Tensor, float], None] | None = None
     gelu_gate: Callable[[torch.Tensor], torch.Tensor] | None = None
+    clamped_gate: Callable[[torch.Tensor, float, float], torch.Tensor] | None = None
     layer_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None
     relu: Callable[[torch.Tensor], torch.Tensor] = torch.relu_
 
@@ -55,6 +57,7 @@ def compiled_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None
             add=native.add,
             norm_heads=native.norm_heads,
             gelu_gate=gelu_gate,
+            clamped_gate=native.clamped_gate,
             layer_norm=native.layer_norm,
             relu=native.relu,
         )

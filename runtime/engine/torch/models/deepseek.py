@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from cost_model.architecture import LatentAttention
+from runtime import native
 from runtime.engine.torch.attention.base import Scoring
-from runtime.engine.torch.experts import Mixture
+from runtime.engine.torch.experts import Mixture, Routing
 from runtime.engine.torch.latent import LatentHeads, latent_attention, latent_rms
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import FLOATS, CheckpointConfig
@@ -23,8 +24,6 @@ from runtime.engine.torch.models.rope import rope_parameters
 from runtime.kv_cache.pool import CacheShape
 
 Projection = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-_LEAST = 1e-20  # added to a sum of weights before they are divided by it
 
 
 class DeepseekV3Stage(MixtureStage):
@@ -158,25 +157,21 @@ class DeepseekV3Stage(MixtureStage):
         experts = self._mixture.experts
         router = Linear(self.checkpoint.read(f"{name}.gate.weight", (experts, self.spec.hidden)).float())
         bias = self.checkpoint.read_stored(f"{name}.gate.e_score_correction_bias", (experts,), FLOATS).float()
+        return self._routed(router, Routing(is_sigmoid=True, best=2, bias=bias, **self._limits()))
 
-        def route(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = router(x.float()).sigmoid_()
-            chosen = self._limited(scores + bias, best=2).topk(self._mixture.chosen, dim=-1).indices
-            weights = scores.gather(1, chosen)
-            if self._renormalises:
-                weights /= weights.sum(-1, keepdim=True) + _LEAST
-            return weights * self._factor, chosen
+    def _limits(self) -> dict[str, Any]:
+        """What routings of the family have in common."""
+        return {
+            "chosen": self._mixture.chosen,
+            "renormalises": self._renormalises,
+            "factor": self._factor,
+            "groups": self._groups,
+            "kept_groups": self._chosen_groups,
+        }
 
-        return route
-
-    def _limited(self, scores: torch.Tensor, best: int) -> torch.Tensor:
-        """Scores [tokens, experts], minus infinity outside the groups whose `best` experts score most."""
-        if self._groups == 1:
-            return scores
-        grouped = scores.unflatten(1, (self._groups, -1))
-        kept = grouped.topk(best, dim=-1).values.sum(-1).topk(self._chosen_groups, dim=-1).indices
-        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, kept, False)
-        return grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
+    def _routed(self, router: Linear, routing: Routing) -> Router:
+        """Logits are computed in float32."""
+        return lambda x: routing(router(native.converted(x, torch.float32)))
 
 
 def _in_two(x: torch.Tensor, sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from runtime.engine.torch.experts import Mixture
+from runtime.engine.torch.experts import Mixture, Routing
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import CheckpointConfig
 from runtime.engine.torch.models.deepseek import DeepseekV3Stage
@@ -34,10 +32,4 @@ class DeepseekV2Stage(DeepseekV3Stage):
     def _load_router(self, name: str) -> Router:
         size = (self._mixture.experts, self.spec.hidden)
         router = Linear(self.checkpoint.read(f"{name}.gate.weight", size).float())
-
-        def route(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = self._limited(router(x.float()).softmax(-1), best=1)
-            weights, chosen = scores.topk(self._mixture.chosen, dim=-1)
-            return weights * self._factor, chosen
-
-        return route
+        return self._routed(router, Routing(**self._limits() | {"renormalises": False}))

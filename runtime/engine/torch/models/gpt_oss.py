@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.engine.torch.attention.base import Scoring
-from runtime.engine.torch.experts import Experts, Mixture
+from runtime.engine.torch.experts import Experts, Mixture, Routing
 from runtime.engine.torch.linear import Linear, Product
 from runtime.engine.torch.loader import CheckpointConfig
 from runtime.engine.torch.models.mixture import MixtureStage, Router
@@ -63,13 +63,12 @@ class GptOssStage(MixtureStage):
     def _load_router(self, name: str) -> Router:
         experts = self._mixture.experts
         router = self.fused_columns((f"{name}.router",), ((experts, 0, experts),), bias=True)
-        return lambda x: self._weigh(router(x))
-
-    def _weigh(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, chosen = logits.topk(self._mixture.chosen, dim=-1)
-        return weights.float().softmax(-1), chosen
+        routing = Routing(self._mixture.chosen, renormalises=True)
+        return lambda x: routing(router(x))
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None and self._kernels.clamped_gate is not None:
+            return self._kernels.clamped_gate(gate_up, self._sharpness, self._limit)
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
         return gate.mul(self._sharpness).sigmoid_().mul_(gate).mul_(up + 1)
@@ -83,7 +82,7 @@ class GptOssStage(MixtureStage):
         for expert in held:
             gate_up.append(self._load_expert(f"{name}.gate_up_proj", expert, rows, (hidden, 0, hidden), True))
             down.append(self._load_expert(f"{name}.down_proj", expert, (hidden, 0, hidden), columns, adds))
-        return Experts(held.start, gate_up, down, self._activate)
+        return self._experts(held.start, gate_up, down)
 
     def _load_expert(
         self, name: str, expert: int, rows: Sequence[int], columns: Sequence[int], biased: bool

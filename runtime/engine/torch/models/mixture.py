@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
 from runtime import native
-from runtime.engine.torch.experts import Experts, Mixture
-from runtime.engine.torch.linear import Linear
+from runtime.engine.torch.experts import Experts, Mixture, Routing
+from runtime.engine.torch.linear import Linear, Product
 from runtime.engine.torch.loader import CheckpointConfig, Cut
 from runtime.engine.torch.models.base import ModelSpec
 from runtime.engine.torch.models.llama import FeedForward, LlamaStage
@@ -51,11 +51,6 @@ class MixtureStage(LlamaStage):
         """What the names of a layer's router and experts begin with."""
         return f"{name}.mlp"
 
-    def _weigh(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights of each token's experts and their numbers, from the router's [tokens, experts]."""
-        weights, chosen = logits.float().softmax(-1).topk(self._mixture.chosen, dim=-1)
-        return weights / weights.sum(-1, keepdim=True) if self._renormalises else weights, chosen
-
     def _split_widths(self) -> dict[str, int]:
         experts = {"moe_intermediate_size": self._mixture.width}
         widths = {} if self._mixture.experts % self.rank.tp == 0 else experts
@@ -71,12 +66,13 @@ class MixtureStage(LlamaStage):
         def routed(x: torch.Tensor) -> torch.Tensor:
             return experts(x, *route(x))
 
-        return lambda x: native.apart(routed, x)
+        return routed if experts.repeatable else lambda x: native.apart(routed, x)
 
     def _load_router(self, name: str) -> Router:
         experts = self._mixture.experts
         router = self.fused_columns((f"{name}.gate",), ((experts, 0, experts),), bias=False)
-        return lambda x: self._weigh(router(x))
+        routing = Routing(self._mixture.chosen, self._renormalises)
+        return lambda x: routing(router(x))
 
     def _load_experts(self, name: str) -> Experts:
         held, cut = self._share_of_experts()
@@ -86,7 +82,12 @@ class MixtureStage(LlamaStage):
             gate, up, out = (f"{own}.{part}" for part in self.expert_names)
             gate_up.append(self.fused_columns((gate, up), (cut, cut), bias=False))
             down.append(self.row_parallel(out, cut, bias=False))
-        return Experts(held.start, gate_up, down, self._activate)
+        return self._experts(held.start, gate_up, down)
+
+    def _experts(self, first: int, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
+        """Experts from `first` on."""
+        by_kernels = self._kernels is not None and native.serves(self.dtype, self.device)
+        return Experts(first, gate_up, down, self._activate, by_kernels and self._mixture.width % 2 == 0)
 
     def _share_of_experts(self) -> tuple[range, Cut]:
         """The experts that this rank holds, and the part of each one's width."""
