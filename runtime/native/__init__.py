@@ -27,6 +27,7 @@ from runtime.native.kernels import (
     relu,
     rms_norm,
     store_heads,
+    take_columns,
     turn_and_store,
     turn_latents,
 )
@@ -52,12 +53,14 @@ from runtime.native.products import (
     pack_heads,
     pack_mxfp4,
 )
-from runtime.native.quantised import Quantised, linear_quantised
+from runtime.native.quantised import BY_FLOATS, BY_ROUNDED, GroupedQuantised, Quantised, linear_quantised
 from runtime.native.recording import Arena, NotRepeatable, Recording, Replay
-from runtime.native.rounded import inputs_of_word, linear_rounded, pack_words
+from runtime.native.rounded import inputs_of_word, pack_words
 from runtime.native.tokens import copy_tokens, count_tokens
 
 __all__ = [
+    "BY_FLOATS",
+    "BY_ROUNDED",
     "LARGEST_INPUTS",
     "PLAIN_KV",
     "Arena",
@@ -65,6 +68,7 @@ __all__ = [
     "ExpertRows",
     "Grouped",
     "GroupedIntegers",
+    "GroupedQuantised",
     "Integers",
     "NotRepeatable",
     "Quantised",
@@ -92,7 +96,6 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_quantised",
-    "linear_rounded",
     "mapped",
     "memory_for",
     "multiplies",
@@ -114,6 +117,7 @@ __all__ = [
     "rms_norm",
     "serves",
     "store_heads",
+    "take_columns",
     "turn_and_store",
     "turn_latents",
     "use_large_pages",

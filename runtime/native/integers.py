@@ -69,16 +69,17 @@ class GroupedIntegers:
         self._matrices = np.array(addresses, dtype=np.uint64)
 
     def __call__(
-        self, x: torch.Tensor, counts: Sequence[int], ranges: torch.Tensor | None = None
+        self, x: torch.Tensor, counts: Sequence[int] | np.ndarray, ranges: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [n, in] float32, contiguous and sorted by group, of which each has so many rows -> [n, out].
+        """x [n, in] float32, contiguous and sorted by group -> [n, out].
 
         Parameters
         ----------
+        counts : of each group's rows, n in all, or fewer: results of rows after them are not written
         ranges : [n, 2] float32, how far rows go below and above zero; None: as they do
         """
         output = library.empty((len(x), self._outputs), x.dtype)
-        rows = library.kept(np.array(counts, dtype=np.int64))
+        rows = library.kept(np.asarray(counts, dtype=np.int64))
         library.call(
             "multiply_integers",
             x.data_ptr(),

@@ -721,6 +721,15 @@ void add(void *to, long type, const void *from, long count) {
     });
 }
 
+void take_columns(const void *x, long type, long rows, long width, const int32_t *order, long count, float *output) {
+    with_type(type, [&](auto sample) {
+        const auto *const from = static_cast<const decltype(sample) *>(x);
+#pragma omp parallel for if (rows * count >= PARALLEL_FROM)
+        for (long row = 0; row < rows; ++row)
+            for (long at = 0; at < count; ++at) output[row * count + at] = from[row * width + order[at]];
+    });
+}
+
 void convert_values(const void *from, long from_type, long count, void *to, long to_type) {
     with_type(from_type, [&](auto sample) {
         using From = decltype(sample);
@@ -743,4 +752,5 @@ REPEATS(norm_heads);
 REPEATS(gate);
 REPEATS(clamped_gate);
 REPEATS(add);
+REPEATS(take_columns);
 REPEATS(convert_values);

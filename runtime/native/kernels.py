@@ -384,6 +384,23 @@ def converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return output
 
 
+def take_columns(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Columns of x [n, width], contiguous, in an order [count] int32 -> [n, count] float32."""
+    if not library.computes(x.dtype):
+        return x.index_select(1, order).float()
+    output = library.empty((len(x), len(order)), torch.float32)
+    library.call(
+        "take_columns",
+        x.data_ptr(),
+        library.FLOATS[x.dtype],
+        *x.shape,
+        order.data_ptr(),
+        len(order),
+        output.data_ptr(),
+    )
+    return output
+
+
 def _scoring(
     head_dim: int, scale: float | None, cap: float | None, sinks: torch.Tensor | None
 ) -> tuple[float, float, int | None]:

@@ -122,6 +122,8 @@ class Grouped:
     exponents : of each group, if the weights are in mxfp4 (`pack_mxfp4`)
     """
 
+    repeatable = True
+
     def __init__(
         self,
         packed: Sequence[torch.Tensor],

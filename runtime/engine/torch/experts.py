@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from runtime import native
@@ -82,6 +83,10 @@ class GroupedLinear:
 
     Where products of this kind can be `grouped`, one call of our own kernel multiplies all groups; otherwise
     there is one product per group that has rows.
+
+    Attributes
+    ----------
+    repeatable : whether that call can be recorded, and takes rows that another kernel has counted
     """
 
     def __init__(self, linears: Sequence[Product]) -> None:
@@ -90,13 +95,10 @@ class GroupedLinear:
         grouped = getattr(kinds.pop(), "grouped", None) if len(kinds) == 1 else None
         self._grouped = grouped(self._products) if grouped else None
 
-    @property
-    def compiled(self) -> native.Grouped | None:
-        """The one call, if it takes rows that are counted by another kernel."""
-        return self._grouped if isinstance(self._grouped, native.Grouped) else None
+        self.repeatable = getattr(self._grouped, "repeatable", False)
 
-    def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """`counts` are the rows of each group."""
+    def __call__(self, x: torch.Tensor, counts: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """`counts` are the rows of each group: all of x, or, where products are `repeatable`, some."""
         if self._grouped is not None:
             return self._grouped(x.contiguous(), counts)
         parts = zip(self._products, x.split(list(counts)), strict=True)
@@ -127,8 +129,7 @@ class Experts:
     ) -> None:
         self._first, self._held, self._activate = first, len(gate_up), activate
         self._gate_up, self._down = GroupedLinear(gate_up), GroupedLinear(down)
-        both = self._gate_up.compiled, self._down.compiled
-        self.repeatable = by_kernels and None not in both
+        self.repeatable = by_kernels and self._gate_up.repeatable and self._down.repeatable
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """What these experts add to the output for x [tokens, hidden].
@@ -137,10 +138,9 @@ class Experts:
         ----------
         weights, chosen : of the experts that each token uses, and their numbers, [tokens, chosen]
         """
-        gate_up, down = self._gate_up.compiled, self._down.compiled
-        if self.repeatable and gate_up is not None and down is not None:
+        if self.repeatable:
             own = native.gather_experts(x.contiguous(), chosen, self._first, self._held)
-            rows = down(self._activate(gate_up(own.rows, own.counts)), own.counts)
+            rows = self._down(self._activate(self._gate_up(own.rows, own.counts)), own.counts)
             return native.add_experts(rows, own.places, weights)
         flat, end = chosen.flatten(), self._first + self._held
         order = flat.argsort(stable=True)

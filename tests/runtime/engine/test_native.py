@@ -235,6 +235,13 @@ def test_sums_and_conversions_are_those_of_torch(size: tuple[int, int], dtype: t
     assert torch.equal(native.converted(x.half(), dtype), x.half().to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", ROWS)
+def test_columns_in_another_order(rows: int, dtype: torch.dtype) -> None:
+    x, order = torch.randn(rows, 203).to(dtype), torch.randperm(203)[:150].int()
+    assert torch.equal(native.take_columns(x, order), x[:, order.long()].float())
+
+
 @pytest.mark.parametrize("is_gelu", [False, True])
 @pytest.mark.parametrize("width", [3, 64, 1001])
 def test_gate_in_bfloat16(width: int, is_gelu: bool) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import quantised
 import torch
 from checkpoints import (
     LAYERS,
@@ -53,6 +54,7 @@ UNEVEN = (
     StageShape(workers=("w/0", "w/1"), first_layer=0, end_layer=3),
     StageShape(workers=("w/2",), first_layer=3, end_layer=LAYERS),
 )
+ORDERED = ("GPTQ 4 bits, desc_act, zeros", "compressed-tensors int4, actorder")
 WINDOWED = {"mistral": tuple(range(LAYERS)), "gemma3": (0, 1, 3, 4), "gpt_oss": (0, 2, 4)}
 
 
@@ -298,13 +300,17 @@ def test_replays_multiply_by_quantised_weights(
     assert len(replays) > 5
 
 
-@pytest.mark.parametrize("form", ["GPTQ 4 bits", "W8A8"])
-def test_replays_leave_quantised_experts_to_torch(form: str, replays: list[int], tmp_path: Path) -> None:
-    """Between calls, as anything that is not recorded."""
+@pytest.mark.parametrize("form", quantised.FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replays_multiply_by_quantised_experts(
+    form: str, dtype: str, replays: list[int], tmp_path: Path
+) -> None:
+    """Experts whose inputs are put in another order are computed between calls."""
     plain = write_qwen3_moe(tmp_path / "plain")
     quantise(plain, form, tmp_path / "quantised")
-    compare(tmp_path / "quantised", WHOLE, "float32", 12)
-    assert max(replays) > 1
+    compare(tmp_path / "quantised", WHOLE, dtype, 12)
+    assert len(replays) > 5
+    assert (max(replays) > 1) == (form in ORDERED)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])

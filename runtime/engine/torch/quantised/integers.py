@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -81,11 +82,12 @@ class IntegerProducts:
     def __init__(self, products: Sequence[IntegerProduct]) -> None:
         steps = [each.weight.activations.steps for each in products]
         self._agree = products[0].agree if any(step is None for step in steps) else None
+        self.repeatable = self._agree is None
         self._multiply = native.GroupedIntegers(
             [each.weight for each in products], [each.bias for each in products], steps
         )
 
-    def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, counts: Sequence[int] | np.ndarray) -> torch.Tensor:
         """x [n, in], sorted by group, of which each has so many rows -> [n, out]."""
         values = native.converted(x.contiguous(), torch.float32)
         ranges = None if self._agree is None else self._agree(ranges_of(values))

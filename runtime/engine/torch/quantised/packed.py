@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -52,13 +54,7 @@ class PackedWeight:
         """
         if not self.on_cpu:
             return lambda x: self._product_in_slices(x, bias)
-        added = None if bias is None else native.pack_bias(bias)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            values = native.converted(self._ordered(x).contiguous(), torch.float32)
-            return native.converted(native.linear_quantised(values, self, added), x.dtype)
-
-        return run
+        return KernelProduct(self, bias, native.BY_FLOATS)
 
     def dequantised(self, first: int, end: int) -> torch.Tensor:
         """Rows of some panels [(end - first) * width, in] in float32, inputs in the order of the codes."""
@@ -98,6 +94,51 @@ class PackedWeight:
         if self.kind == Kind.INT4:
             return torch.cat((packed & 15, packed >> 4), dim=-1).float() - self.kind.middle
         return packed.view(torch.int8 if self.kind == Kind.INT8 else torch.float8_e4m3fn).float()
+
+
+class InOrder(native.Quantised, Protocol):
+    """A quantised matrix, and the order of its inputs."""
+
+    order: torch.Tensor | None
+    inputs: int
+
+
+class KernelProduct:
+    """x [n, in] of any type -> x @ weight^T + bias [n, out], in the same type, by a compiled kernel, which
+    computes in float32."""
+
+    def __init__(self, weight: InOrder, bias: torch.Tensor | None, kernel: str) -> None:
+        self.weight, self.kernel = weight, kernel
+        self.bias = None if bias is None else native.pack_bias(bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x, order = x.contiguous(), self.weight.order
+        values = native.converted(x, torch.float32) if order is None else native.take_columns(x, order)
+        return native.converted(native.linear_quantised(values, self.weight, self.bias, self.kernel), x.dtype)
+
+    @staticmethod
+    def grouped(products: Sequence[KernelProduct]) -> KernelProducts | None:
+        """One product for all, each with rows of its own; None: they are not alike enough."""
+        alike = {(each.kernel, each.weight.inputs, each.weight.outputs) for each in products}
+        if len(alike) > 1 or any(each.weight.order is not None for each in products):
+            return None
+        return KernelProducts(products)
+
+
+class KernelProducts:
+    """Products of equal size in one call."""
+
+    repeatable = True
+
+    def __init__(self, products: Sequence[KernelProduct]) -> None:
+        weights, biases = [each.weight for each in products], [each.bias for each in products]
+        first = products[0]
+        self._multiply = native.GroupedQuantised(first.kernel, weights, biases, first.weight.inputs)
+
+    def __call__(self, x: torch.Tensor, counts: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """x [n, in], sorted by group, of which each has so many rows -> [n, out]."""
+        values = native.converted(x.contiguous(), torch.float32)
+        return native.converted(self._multiply(values, counts), x.dtype)
 
 
 def in_order(weight: QuantisedWeight) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:

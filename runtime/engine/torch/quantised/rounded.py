@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from runtime import native
-from runtime.engine.torch.quantised.packed import in_order, packed_scales, runs_of
+from runtime.engine.torch.quantised.packed import KernelProduct, in_order, packed_scales, runs_of
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 
 
@@ -28,7 +26,7 @@ class RoundedWeight:
     """
 
     def __init__(self, weight: QuantisedWeight) -> None:
-        self.kind, self.outputs = weight.kind, len(weight.codes)
+        self.kind, (self.outputs, self.inputs) = weight.kind, weight.codes.shape
         self.order, self.runs, codes = in_order(weight)
         is_4_bits, middle = self.kind == Kind.INT4, self.kind.middle
         self.codes = native.pack_words(codes if is_4_bits else codes ^ middle, self.kind.bits)
@@ -51,13 +49,6 @@ class RoundedWeight:
         parts = (self.codes, self.scales, self.zeros, self.runs, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def product(self, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def product(self, bias: torch.Tensor | None) -> KernelProduct:
         """x [n, in] of any type -> x @ weight^T + bias [n, out], in the same type."""
-        added = None if bias is None else native.pack_bias(bias)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            ordered = x if self.order is None else x.index_select(1, self.order)
-            values = native.converted(ordered.contiguous(), torch.float32)
-            return native.converted(native.linear_rounded(values, self, added), x.dtype)
-
-        return run
+        return KernelProduct(self, bias, native.BY_ROUNDED)
