@@ -52,6 +52,7 @@ from runtime.native.products import (
     pack_bias,
     pack_heads,
     pack_mxfp4,
+    transposed_head,
 )
 from runtime.native.quantised import BY_FLOATS, BY_ROUNDED, GroupedQuantised, Quantised, linear_quantised
 from runtime.native.recording import Arena, NotRepeatable, Recording, Replay
@@ -118,6 +119,7 @@ __all__ = [
     "serves",
     "store_heads",
     "take_columns",
+    "transposed_head",
     "turn_and_store",
     "turn_latents",
     "use_large_pages",

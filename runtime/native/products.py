@@ -80,6 +80,13 @@ def pack_heads(weights: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def transposed_head(packed: torch.Tensor, outputs: int) -> torch.Tensor:
+    """Of one head's panels of weights [out, in], by `pack_heads`, those of the same weights transposed, as
+    weights of a single head, [1, ...]."""
+    rows = packed.transpose(0, 1) if packed.dim() == 3 else packed.permute(1, 3, 0, 2).flatten(0, 1)
+    return pack_heads(rows.flatten(1)[:, :outputs].unsqueeze(0))
+
+
 def multiply_heads(x: torch.Tensor, packed: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Multiply each head of x by its own weights.
 

@@ -121,7 +121,7 @@ class ByKernels(LatentHeadsAttention):
         self._of, sizes = replace(heads, expansion=torch.empty(0)), heads.sizes  # which is kept in panels
         to_keys, to_values = heads.expansions()
         self._to_latents = native.pack_heads(to_keys.transpose(1, 2))
-        self._to_keys, self._to_values = native.pack_heads(to_keys), native.pack_heads(to_values)
+        self._to_values = native.pack_heads(to_values)
         self._wide = sizes.latent_rank + sizes.rope_dim
         self._narrow = _compiled_dim(max(sizes.nope_dim + sizes.rope_dim, sizes.value_dim))
 
@@ -231,7 +231,8 @@ class ByKernels(LatentHeadsAttention):
         found = asked.new_empty(len(asked), 1, self._narrow)
         for head in range(of.heads):  # one after the other, so that what is expanded stays in the caches
             own = slice(head, head + 1)
-            native.multiply_heads(low, self._to_keys[own], keys[:end, :, : sizes.nope_dim])
+            to_keys = native.transposed_head(self._to_latents[head], sizes.latent_rank)
+            native.multiply_heads(low, to_keys, keys[:end, :, : sizes.nope_dim])
             native.multiply_heads(low, self._to_values[own], values[:end, :, : sizes.value_dim])
             native.attend_chunk(asked[:, own], *seen, found, of.scoring.scale, of.scoring.cap)
             output[:, own] = found[..., : sizes.value_dim]

@@ -130,6 +130,9 @@ def test_products_of_heads(outputs: int, inputs: int, rows: int, dtype: torch.dt
             alone = native.linear(asked[:, head].contiguous(), native.pack(weight), None, outputs)
             assert torch.equal(result[:, head, 2:-3], alone)
     assert (result[..., :2] == 7).all() and (result[..., -3:] == 7).all()
+    if outputs % 2 == 0:
+        turned = native.transposed_head(packed[1], outputs)
+        assert torch.equal(turned, native.pack_heads(weights[1:2].transpose(1, 2)))
 
 
 @pytest.mark.parametrize("biased", [False, True])
