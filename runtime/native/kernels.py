@@ -370,7 +370,7 @@ def converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Contiguous values in another type; the same tensor if they have it."""
     if values.dtype == dtype:
         return values
-    if not library.computes(values.dtype, dtype):
+    if not library.computes(values.device, values.dtype, dtype):
         return values.to(dtype)
     output, types = library.empty(values.shape, dtype), library.FLOATS
     library.call(
@@ -386,7 +386,7 @@ def converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def take_columns(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Columns of x [n, width], contiguous, in an order [count] int32 -> [n, count] float32."""
-    if not library.computes(x.dtype):
+    if not library.computes(x.device, x.dtype):
         return x.index_select(1, order).float()
     output = library.empty((len(x), len(order)), torch.float32)
     library.call(

@@ -104,9 +104,9 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in _COMPUTED and device.type == "cpu" and loaded() is not None
 
 
-def computes(*types: torch.dtype) -> bool:
-    """Whether the kernels compute with values of all these types."""
-    return all(dtype in _COMPUTED for dtype in types)
+def computes(device: torch.device, *types: torch.dtype) -> bool:
+    """Whether the kernels compute with values of all these types on a device."""
+    return all(serves(dtype, device) for dtype in types)
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:

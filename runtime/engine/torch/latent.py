@@ -65,7 +65,7 @@ class LatentHeadsAttention(ABC):
 
         Parameters
         ----------
-        queries : [tokens, heads x (nope_dim + rope_dim)], contiguous
+        queries : [tokens, heads x (nope_dim + rope_dim)]; tokens need not be adjacent
         kept : [tokens, latent_rank + rope_dim], before the norm and the rotation
 
         Returns
@@ -123,7 +123,7 @@ class ByKernels(LatentHeadsAttention):
         self._to_latents = native.pack_heads(to_keys.transpose(1, 2))
         self._to_values = native.pack_heads(to_values)
         self._wide = sizes.latent_rank + sizes.rope_dim
-        self._narrow = _compiled_dim(max(sizes.nope_dim + sizes.rope_dim, sizes.value_dim))
+        self._narrow = _compiled_dim(max(sizes.nope_dim + sizes.rope_dim, sizes.value_dim), self._wide)
 
     def __call__(self, queries: torch.Tensor, kept: torch.Tensor, layer: int, batch: Batch) -> torch.Tensor:
         own = queries.view(len(queries), self._of.heads, -1)
@@ -132,8 +132,8 @@ class ByKernels(LatentHeadsAttention):
         if expanded:
             return self._attend_expanded(own, kept, layer, batch, expanded)
         query = native.empty((*own.shape[:2], self._wide), own.dtype)
-        self._store(own, kept, query[..., self._of.sizes.latent_rank :], layer, batch)
-        return self._attend_latents(own, query, layer, batch, None)
+        key = self._store(own, kept, query[..., self._of.sizes.latent_rank :], layer, batch)
+        return self._attend_latents(own, query, key, layer, batch, None)
 
     def _expands(self, chunk: Chunk) -> bool:
         """Whether a chunk takes fewer operations with keys and values expanded: the latents before it have to
@@ -147,17 +147,20 @@ class ByKernels(LatentHeadsAttention):
 
     def _store(
         self, queries: torch.Tensor, kept: torch.Tensor, turned: torch.Tensor, layer: int, batch: Batch
-    ) -> None:
-        """Rotate parts of queries, and store what the cache keeps."""
+    ) -> torch.Tensor:
+        """Rotate parts of queries, and store what the cache keeps, which is returned."""
         of = self._of
         angles = of.rotary.cosines, of.rotary.sines
         key = native.turn_latents(queries, kept, of.norm, _LATENT_EPS, *angles, of.interleaved, turned)
-        batch.attention.store(key.unsqueeze(1), key.unsqueeze(1), layer, batch)
+        key = key.unsqueeze(1)
+        batch.attention.store(key, key, layer, batch)
+        return key
 
     def _attend_latents(
         self,
         queries: torch.Tensor,
         query: torch.Tensor,
+        key: torch.Tensor,
         layer: int,
         batch: Batch,
         rows: torch.Tensor | None,
@@ -175,7 +178,7 @@ class ByKernels(LatentHeadsAttention):
         else:
             applied = native.empty((len(rows), heads, rank), query.dtype)
             query[rows, :, :rank] = native.multiply_heads(nope[rows], self._to_latents, applied)
-        seen = batch.attention.attend(query, query, query, layer, batch, self._of.scoring)
+        seen = batch.attention.attend(query, key, key, layer, batch, self._of.scoring)
         results = seen.view(len(seen), heads, -1)[..., :rank]
         results = results if rows is None else results[rows]
         values = native.empty((len(results), heads, sizes.value_dim), query.dtype)
@@ -192,7 +195,7 @@ class ByKernels(LatentHeadsAttention):
         """A step some of whose chunks have their keys and values expanded."""
         sizes, (tokens, heads, _) = self._of.sizes, queries.shape
         turned = queries.new_empty(tokens, heads, sizes.rope_dim)
-        self._store(queries, kept, turned, layer, batch)
+        key = self._store(queries, kept, turned, layer, batch)
         output = queries.new_empty(tokens, heads, sizes.value_dim)
         others = torch.ones(tokens, dtype=torch.bool)
         for chunk in expanded:
@@ -208,7 +211,7 @@ class ByKernels(LatentHeadsAttention):
             rest, numbers = replace(batch, _plans={None: Plan(plan.spans, left)}), others.nonzero()[:, 0]
             query = queries.new_empty(tokens, heads, self._wide)
             query[numbers, :, sizes.latent_rank :] = turned[numbers]
-            found = self._attend_latents(queries, query, layer, rest, numbers)
+            found = self._attend_latents(queries, query, key, layer, rest, numbers)
             output[numbers] = found.view(len(numbers), heads, -1)
         return output.flatten(1)
 
@@ -238,9 +241,9 @@ class ByKernels(LatentHeadsAttention):
             output[:, own] = found[..., : sizes.value_dim]
 
 
-def _compiled_dim(least: int) -> int:
-    """The smallest head size that is compiled and no less than this; the latents' own is one."""
-    return next(dim for dim in range(least, least + 1024) if native.attends_to(dim))
+def _compiled_dim(least: int, most: int) -> int:
+    """The smallest head size in this range for which attention is compiled; otherwise `most`."""
+    return next((dim for dim in range(least, most) if native.attends_to(dim)), most)
 
 
 def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

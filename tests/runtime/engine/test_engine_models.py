@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM
 
 from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
+from runtime import native
 from runtime.engine.torch import linear
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
@@ -218,6 +219,24 @@ def test_half_precision_is_as_exact_as_in_transformers(tmp_path: Path, family: s
         ours = run(whole_model(folder, "bfloat16"), prompts)
     # Medians, since a router that chooses another expert by its last digit changes all of a token.
     assert (ours - exact).abs().median() < 1.3 * (theirs - exact).abs().median()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", WRITERS)
+def test_every_family_runs_without_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
+) -> None:
+    """As on a machine that has no compiler."""
+    monkeypatch.setattr(native.library, "loaded", lambda: None)
+    folder, each = WRITERS[family](tmp_path / "model"), getattr(torch, dtype)
+    prompts = [*PROMPTS, *([(n * step) % VOCAB for n in range(1, 50)] for step in range(1, 8))]
+    with torch.inference_mode():
+        exact, ours = reference(folder, prompts), run(whole_model(folder, dtype), prompts)
+        if dtype == "float32":
+            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+        else:
+            theirs = reference(folder, prompts, each)
+            assert (ours - exact).abs().median() < 1.3 * (theirs - exact).abs().median()
 
 
 OPTIONAL = (

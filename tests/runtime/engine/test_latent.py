@@ -137,3 +137,13 @@ def test_long_contexts_before_few_tokens_are_not_expanded() -> None:
         expanded = own + offset * rank * (nope + value) + pairs * 2 * 192
         chunk = Chunk(0, length, offset, None)  # type: ignore[arg-type]
         assert attention._expands(chunk) == (expanded < absorbed)
+
+
+def test_heads_wider_than_any_kernel_are_not_expanded(
+    decided: list[tuple[Chunk, bool]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_deepseek_v3(tmp_path / "model", qk_nope_head_dim=600, v_head_dim=12)
+    found = outputs(whole_model(folder), "plain")
+    assert decided and not any(expanded for _, expanded in decided)
+    monkeypatch.setattr(native, "serves", lambda dtype, device: False)
+    torch.testing.assert_close(found, outputs(whole_model(folder), "plain"), rtol=1e-4, atol=1e-4)

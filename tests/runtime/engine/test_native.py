@@ -4,35 +4,22 @@ runs."""
 from __future__ import annotations
 
 import copy
-import shutil
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from instructions import BUILDS
 
 from runtime import native
 from runtime.engine.torch import mxfp4
-from runtime.engine.torch.experts import Routing
 from runtime.kv_cache.formats import KV_FORMATS, kv_format
+
+pytestmark = pytest.mark.usefixtures("each_build")
 
 ROWS = [1, 7, 300]
 PACKED = [name for name, form in KV_FORMATS.items() if form.is_packed]
 HEADS = [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128), (4, 4, 192), (5, 1, 576)]
-
-
-@pytest.fixture(params=BUILDS, autouse=True)
-def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    native.library.loaded.cache_clear()
-    if not native.serves(torch.float32, torch.device("cpu")):
-        assert shutil.which("g++") is None, "installed without compiled kernels, which g++ can build"
-        pytest.skip("neither compiled kernels nor a compiler")
-    yield
-    native.library.loaded.cache_clear()
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -238,6 +225,13 @@ def test_sums_and_conversions_are_those_of_torch(size: tuple[int, int], dtype: t
     assert torch.equal(native.converted(x.half(), dtype), x.half().to(dtype))
 
 
+def test_values_on_other_devices_are_converted_by_torch() -> None:
+    """No kernel gets their addresses."""
+    elsewhere = torch.ones(3, 4, dtype=torch.bfloat16, device="meta")
+    assert native.converted(elsewhere, torch.float32).dtype == torch.float32
+    assert native.take_columns(elsewhere, torch.zeros(2, dtype=torch.int32, device="meta")).shape == (3, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", ROWS)
 def test_columns_in_another_order(rows: int, dtype: torch.dtype) -> None:
@@ -266,65 +260,6 @@ def test_gate(rows: int, width: int, is_gelu: bool) -> None:
     curve = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
     found = native.gate(gate_up, is_gelu).double()
     torch.testing.assert_close(found, curve * up, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [3, 64, 1001])
-def test_clamped_gate(width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(width)
-    gate_up = (torch.randn(7, 2 * width) * 5).to(dtype)
-    gate, up = gate_up.double().chunk(2, dim=1)
-    gate, up = gate.clamp(max=4), up.clamp(-4, 4)
-    expected = gate * (1.7 * gate).sigmoid() * (up + 1)
-    off = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 1e-6}
-    torch.testing.assert_close(native.clamped_gate(gate_up, 1.7, 4.0).double(), expected, **off)
-
-
-ROUTINGS = [
-    Routing(3, renormalises=True),
-    Routing(3, renormalises=False, factor=1.7),
-    Routing(4, renormalises=False, groups=4, kept_groups=2),
-    Routing(4, True, is_sigmoid=True, factor=2.5, groups=4, kept_groups=2, best=2, bias=torch.randn(24)),
-    Routing(2, False, is_sigmoid=True, bias=torch.randn(24), best=2),
-]
-
-
-@pytest.mark.parametrize("routing", ROUTINGS, ids=range(len(ROUTINGS)))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_are_chosen_as_by_torch(
-    monkeypatch: pytest.MonkeyPatch, routing: Routing, dtype: torch.dtype
-) -> None:
-    """In any order; of many tokens and few. Experts of equal scores are no subject here."""
-    torch.manual_seed(7)
-    logits = torch.stack([torch.randperm(24) for _ in range(3000)]).to(dtype) / 4
-    weights, numbers = routing(logits)
-    few = routing(logits[:2])
-    assert torch.equal(few[0], weights[:2]) and torch.equal(few[1], numbers[:2])
-    monkeypatch.setattr(native, "serves", lambda dtype, device: False)
-    expected, chosen = routing(logits)
-    order, other = numbers.argsort(1), chosen.argsort(1)
-    assert torch.equal(numbers.gather(1, order), chosen.gather(1, other))
-    torch.testing.assert_close(weights.gather(1, order), expected.gather(1, other), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 5, 700])
-@pytest.mark.parametrize(("first", "held"), [(0, 6), (2, 3), (5, 1)])
-def test_rows_of_experts(tokens: int, first: int, held: int, dtype: torch.dtype) -> None:
-    """Sorted by expert, in the order of tokens; sums of those that are held, rounded once."""
-    torch.manual_seed(tokens)
-    x, weights = torch.randn(tokens, 37).to(dtype), torch.rand(tokens, 2)
-    numbers = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
-    found = native.gather_experts(x, numbers, first, held)
-    at = [(numbers == first + expert).nonzero()[:, 0] for expert in range(held)]
-    assert found.counts.tolist() == [len(rows) for rows in at]
-    assert torch.equal(found.rows[: sum(found.counts)], x[torch.cat(at)])
-    sums = native.add_experts(found.rows * 2, found.places, weights)
-    own = weights * ((numbers >= first) & (numbers < first + held))
-    expected = 2 * x.double() * own.double().sum(1, keepdim=True)
-    off = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 1e-6}
-    torch.testing.assert_close(sums.double(), expected, **off)
-    assert torch.equal(native.add_experts(found.rows * 2, found.places[:1], weights[:1]), sums[:1])
 
 
 def test_what_is_no_number_stays_none() -> None:
