@@ -4,6 +4,9 @@
 #include "products.h"
 #include "replay.h"
 
+#include <atomic>
+#include <memory>
+
 // GCC 10 came with an assembler that knows products of pairs.
 #if (defined(__AVX512F__) || defined(__aarch64__)) && __GNUC__ >= 10
 #define HAS_DOTS 1
@@ -13,10 +16,14 @@ namespace {
 
 constexpr long AHEAD = LANES == 16 ? 64 : 256; // words of a panel between what is prefetched and what is used
 constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
+constexpr long LAID_BYTES = 1 << 20;   // of x that a thread lays out at a time
+constexpr long LAID_ROWS = 10 * PRODUCT_ROWS; // at least, if there are so many: fewer read the weights too often
+constexpr long LAID_PANELS = 8;               // that it is multiplied by, for which it pays
 
 // How words of 32 bits, of which a panel has [words, PANEL], are multiplied. Value is the type of x and of the
 // results, Input that of x as `add` reads it, STEP how many of these belong to a word, FEW how many rows gain by
-// several panels at once; `add` adds the products of ROWS rows, x_row apart, with PANEL words.
+// several panels at once; `add` adds the products of ROWS rows, x_row apart, whose inputs are x_next apart, with PANEL
+// words.
 
 // A word is a float.
 struct Singles {
@@ -24,7 +31,7 @@ struct Singles {
     typedef float Input;
     static constexpr long INPUTS = 1, STEP = 1, FEW = 3;
     template <int ROWS>
-    static inline void add(const float *x, long x_row, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
+    static inline void add(const float *x, long x_row, long, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
         for (int row = 0; row < ROWS; ++row)
             for (int part = 0; part < PANEL_VECTORS; ++part) sums[row][part] += x[row * x_row] * words[part];
     }
@@ -36,14 +43,15 @@ template <typename Of, typename Weight> struct Halves {
     typedef float Input;
     static constexpr long INPUTS = 2, STEP = 2, FEW = 2;
     template <int ROWS>
-    static inline void add(const float *x, long x_row, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
+    static inline void add(const float *x, long x_row, long x_next, const Floats *words,
+                           Floats (*sums)[PANEL_VECTORS]) {
         for (int half = 0; half < 2; ++half) {
             Floats weights[PANEL_VECTORS];
             for (int part = 0; part < PANEL_VECTORS; ++part)
                 weights[part] = Weight::widened(as_bits(words[part]), half);
             for (int row = 0; row < ROWS; ++row)
                 for (int part = 0; part < PANEL_VECTORS; ++part)
-                    sums[row][part] += x[row * x_row + half] * weights[part];
+                    sums[row][part] += x[row * x_row + half * x_next] * weights[part];
         }
     }
 };
@@ -63,9 +71,9 @@ struct InFloat16 {
 struct Dots {
     typedef Bfloat16 Value;
     typedef int32_t Input;
-    static constexpr long INPUTS = 2, STEP = 1, FEW = 1;
+    static constexpr long INPUTS = 2, STEP = 1, FEW = LANES == 16 ? 2 : 1;
     template <int ROWS>
-    static inline void add([[maybe_unused]] const int32_t *x, [[maybe_unused]] long x_row,
+    static inline void add([[maybe_unused]] const int32_t *x, [[maybe_unused]] long x_row, long,
                            [[maybe_unused]] const Floats *words, [[maybe_unused]] Floats (*sums)[PANEL_VECTORS]) {
 #if defined(HAS_DOTS)
 #pragma GCC unroll 16
@@ -88,27 +96,32 @@ struct Dots {
 };
 
 // Panels that so many rows pass at once, as far as there are registers for the sums. Memory is read faster in several
-// places at a time; processors then fetch ahead by themselves, and lose time if they are told to. Measured with AVX2.
-template <typename Kind> constexpr int at_once(long rows) { return LANES == 8 && rows <= Kind::FEW ? 6 / rows : 1; }
+// places at a time; processors then fetch ahead by themselves, and lose time if they are told to. Measured with AVX2 and
+// AVX-512.
+template <typename Kind> constexpr int at_once(long rows) {
+    return LANES < 8 || rows > Kind::FEW ? 1 : rows == 1 && LANES == 16 ? 4 : 6 / rows;
+}
 
-template <typename Kind> struct Product {
-    // ROWS rows of x times one panel; `ahead` is prefetched meanwhile. Every row is summed in the same order
-    // whatever ROWS is, so a token's result does not depend on its batch.
+// BESIDE: the first inputs of all rows lie beside each other, then the second ones, and so on.
+template <typename Kind, bool BESIDE = false> struct Product {
+    // ROWS rows of x, x_row apart, times one panel; `ahead` is prefetched meanwhile. Every row is summed in the same
+    // order whatever ROWS is, so a token's result does not depend on its batch.
     template <int ROWS>
-    static void multiply(const typename Kind::Input *x, long words, const float *panel, const float *bias,
-                         Ahead ahead, typename Kind::Value *output, long output_row, long width) {
-        const long x_row = words * Kind::STEP;
+    static void multiply(const typename Kind::Input *x, long x_row, long words, const float *panel,
+                         const float *bias, Ahead ahead, typename Kind::Value *output, long output_row,
+                         long width) {
+        const long row_step = BESIDE ? 1 : x_row, step = BESIDE ? ROWS : 1;
         Floats result[ROWS][PANEL_VECTORS];
         for (int row = 0; row < ROWS; ++row)
             for (int part = 0; part < PANEL_VECTORS; ++part)
                 result[row][part] = bias ? load(bias + part * LANES) : Floats{};
-        for (long at = 0; at < words; ++at, panel += PANEL, ahead.at += ahead.step, x += Kind::STEP) {
+        for (long at = 0; at < words; ++at, panel += PANEL, ahead.at += ahead.step, x += Kind::STEP * step) {
             Floats weights[PANEL_VECTORS];
             for (int part = 0; part < PANEL_VECTORS; ++part) {
                 weights[part] = load(panel + part * LANES);
                 __builtin_prefetch(ahead.at + part * sizeof(Floats), 0, 2);
             }
-            Kind::template add<ROWS>(x, x_row, weights, result);
+            Kind::template add<ROWS>(x, row_step, step, weights, result);
         }
         write<ROWS>(result, output, output_row, width);
     }
@@ -127,10 +140,10 @@ template <typename Kind> struct Product {
 // The same, in the same order, with as many panels as so few rows pass at once; `width` is that of the last one.
 template <typename Kind> struct Several {
     template <int ROWS>
-    static void multiply(const typename Kind::Input *x, long words, const float *panel, const float *bias,
-                         typename Kind::Value *output, long output_row, long width) {
+    static void multiply(const typename Kind::Input *x, long x_row, long words, const float *panel,
+                         const float *bias, typename Kind::Value *output, long output_row, long width) {
         constexpr int COUNT = at_once<Kind>(ROWS);
-        const long x_row = words * Kind::STEP, size = words * PANEL;
+        const long size = words * PANEL;
         Floats result[COUNT][ROWS][PANEL_VECTORS];
         for (int next = 0; next < COUNT; ++next)
             for (int row = 0; row < ROWS; ++row)
@@ -142,7 +155,7 @@ template <typename Kind> struct Several {
                 Floats weights[PANEL_VECTORS];
                 for (int part = 0; part < PANEL_VECTORS; ++part)
                     weights[part] = load(panel + next * size + part * LANES);
-                Kind::template add<ROWS>(x, x_row, weights, result[next]);
+                Kind::template add<ROWS>(x, x_row, 1, weights, result[next]);
             }
         for (int next = 0; next < COUNT; ++next)
             Product<Kind>::template write<ROWS>(result[next], output + next * PANEL, output_row,
@@ -150,37 +163,198 @@ template <typename Kind> struct Several {
     }
 };
 
-// All rows of x times some of the panels; rows of the output are `output_row` apart.
+// Rows of x and the matrix that they are multiplied with; rows of x and of the output are so far apart.
+template <typename Kind> struct Batch {
+    const typename Kind::Value *x;
+    long x_row, rows;
+    const float *packed, *bias; // or no bias
+    typename Kind::Value *output;
+    long output_row;
+};
+
+// What one thread does at a time: rows of a batch, which it lays out or not, with some of the panels.
+struct Task {
+    long batch, row, end_row, first_panel, end_panel;
+    bool lays_out;
+};
+
+// How all batches are shared by threads. Rows that are many are laid out, so that a kernel reads them one after the
+// other: far apart, they compete for the same lines of the L1 cache. Each thread does so for itself, since caches
+// of two cores take longer to agree on what one writes and the other reads.
 template <typename Kind>
-void multiply_panels(const typename Kind::Value *x, long rows, long inputs, const float *packed,
-                     const float *bias, long outputs, long first_panel, long end_panel,
-                     typename Kind::Value *output, long output_row) {
+std::vector<Task> tasks_of(const std::vector<Batch<Kind>> &batches, long words, long panels) {
+    constexpr long PIECES = 8;
+    const long threads = omp_get_max_threads(), row_bytes = words * Kind::STEP * sizeof(typename Kind::Input);
+    std::vector<long> blocks;
+    long all = 0;
+    for (const auto &batch : batches) {
+        const long by_size = (batch.rows * row_bytes + LAID_BYTES - 1) / LAID_BYTES;
+        const long most = std::max(1L, batch.rows / LAID_ROWS);
+        blocks.push_back(batch.rows > PRODUCT_ROWS ? std::min(most, std::max(by_size, threads)) : 0);
+        all += blocks.back();
+    }
+    const bool lay_out = panels * std::min(all, threads) >= LAID_PANELS * threads;
+    std::vector<Task> tasks;
+    for (long at = 0; at < static_cast<long>(batches.size()); ++at) {
+        const long rows = batches[at].rows, groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        const bool lays_out = lay_out && blocks[at];
+        const long parts = lays_out ? blocks[at] : rows > 0;
+        const long pieces = lays_out ? std::min(panels, (PIECES * threads + all - 1) / all) : count_pieces(panels, rows);
+        for (long part = 0; part < parts; ++part)
+            for (long piece = 0; piece < pieces; ++piece)
+                tasks.push_back({at, rows * (groups * part / parts) / groups,
+                                 rows * (groups * (part + 1) / parts) / groups, panels * piece / pieces,
+                                 panels * (piece + 1) / pieces, lays_out});
+    }
+    return tasks;
+}
+
+// Rows of x that a thread has laid out: those of each group, as `for_panels` makes them, with their first inputs beside
+// each other, then the second ones.
+template <typename Kind> class LaidOut {
+    typedef typename Kind::Value Value;
     typedef typename Kind::Input Input;
-    constexpr bool CONVERTS = sizeof(Input) * Kind::STEP > sizeof(*x) * Kind::INPUTS;
-    const long words = inputs / Kind::INPUTS, x_row = words * Kind::STEP, size = words * PANEL;
-    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, x_row) / PRODUCT_ROWS) * PRODUCT_ROWS;
-    std::vector<float> converted(CONVERTS ? std::min(block, rows) * inputs : 0);
-    for (long first = 0; first < rows; first += block) {
-        const long count = std::min(block, rows - first);
-        const Input *some = reinterpret_cast<const Input *>(x + first * inputs);
+
+  public:
+    const Input *of(const Task &task, const Batch<Kind> &batch, long words) {
+        if (task.batch == batch_ && task.row == row_) return values_.get();
+        batch_ = task.batch, row_ = task.row;
+        const long rows = task.end_row - task.row, groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        const long width = words * Kind::STEP;
+        if (rows * width > size_) values_.reset(new Input[size_ = rows * width]);
+        for (long group = 0; group < groups; ++group) {
+            const long row = rows * group / groups, count = rows * (group + 1) / groups - row;
+            lay_out(batch.x + (task.row + row) * batch.x_row, batch.x_row, count, width, &values_[row * width]);
+        }
+        return values_.get();
+    }
+
+    // Forgets which rows are laid out, and keeps the memory.
+    void forget() { batch_ = row_ = -1; }
+
+  private:
+    typedef Input Four __attribute__((vector_size(4 * sizeof(Input))));
+    typedef int32_t Order __attribute__((vector_size(16)));
+    static constexpr bool CONVERTS = sizeof(Input) * Kind::STEP > sizeof(Value) * Kind::INPUTS;
+
+    static inline Four four(const Value *x) {
+        Four found;
+        if constexpr (CONVERTS)
+            for (int at = 0; at < 4; ++at) found[at] = static_cast<float>(x[at]);
+        else
+            std::memcpy(&found, x, sizeof found);
+        return found;
+    }
+
+    // A line of the cache at a time from each row, four rows at a time.
+    static void lay_out(const Value *x, long x_row, long rows, long width, Input *to) {
+        constexpr long SOME = 16, VALUES = sizeof(Input) / (CONVERTS ? sizeof(float) : sizeof(Value)); // per Input
+        const long whole = rows < 4 ? 0 : width / SOME * SOME;
+        for (long first = 0; first < whole; first += SOME)
+            for (long next = 0; next < rows; next += 4) {
+                const long row = std::min(next, rows - 4);
+                for (long at = first; at < first + SOME; at += 4) {
+                    const Value *const from = x + row * x_row + at * VALUES;
+                    const Four a = four(from), b = four(from + x_row), c = four(from + 2 * x_row);
+                    const Four d = four(from + 3 * x_row);
+                    const Order low{0, 4, 1, 5}, high{2, 6, 3, 7}, first_two{0, 1, 4, 5}, last_two{2, 3, 6, 7};
+                    const Four ab = __builtin_shuffle(a, b, low), cd = __builtin_shuffle(c, d, low);
+                    const Four ab2 = __builtin_shuffle(a, b, high), cd2 = __builtin_shuffle(c, d, high);
+                    const Four columns[] = {
+                        __builtin_shuffle(ab, cd, first_two), __builtin_shuffle(ab, cd, last_two),
+                        __builtin_shuffle(ab2, cd2, first_two), __builtin_shuffle(ab2, cd2, last_two)};
+                    for (int each = 0; each < 4; ++each)
+                        std::memcpy(to + (at + each) * rows + row, &columns[each], sizeof(Four));
+                }
+            }
+        for (long row = 0; row < rows; ++row)
+            for (long at = whole; at < width; ++at) {
+                if constexpr (CONVERTS)
+                    to[at * rows + row] = static_cast<float>(x[row * x_row + at]);
+                else
+                    std::memcpy(to + at * rows + row, x + row * x_row + at * VALUES, sizeof(Input));
+            }
+    }
+
+    std::unique_ptr<Input[]> values_;
+    long size_ = 0, batch_ = -1, row_ = -1;
+};
+
+// The rows of a task, laid out, times its panels.
+template <typename Kind>
+void multiply_laid_out(const typename Kind::Input *x, const Task &task, const Batch<Kind> &batch, long words,
+                       long outputs) {
+    const long size = words * PANEL, width = words * Kind::STEP;
+    typename Kind::Value *const output = batch.output + task.row * batch.output_row;
+    for_panels(task.end_row - task.row, batch.packed, size, AHEAD * PANEL, task.first_panel, task.end_panel,
+               [&](long panel, long from, long to, const Ahead &ahead) {
+                   multiplies<Product<Kind, true>>.by_rows[to - from](
+                       x + from * width, 0, words, batch.packed + panel * size,
+                       batch.bias ? batch.bias + panel * PANEL : nullptr, ahead,
+                       output + from * batch.output_row + panel * PANEL, batch.output_row,
+                       std::min<long>(PANEL, outputs - panel * PANEL));
+               });
+}
+
+// All rows of a batch times the panels of a task, from where they are.
+template <typename Kind>
+void multiply_in_place(const Task &task, const Batch<Kind> &batch, long words, long outputs) {
+    typedef typename Kind::Input Input;
+    constexpr bool CONVERTS = sizeof(Input) * Kind::STEP > sizeof(*batch.x) * Kind::INPUTS;
+    const long inputs = words * Kind::INPUTS, size = words * PANEL;
+    const long x_row = CONVERTS ? words * Kind::STEP : batch.x_row / Kind::INPUTS * Kind::STEP;
+    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, words * Kind::STEP) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    std::vector<float> converted(CONVERTS ? std::min(block, batch.rows) * inputs : 0);
+    for (long first = 0; first < batch.rows; first += block) {
+        const long count = std::min(block, batch.rows - first);
+        const typename Kind::Value *const own = batch.x + first * batch.x_row;
+        const Input *some = reinterpret_cast<const Input *>(own);
         if constexpr (CONVERTS) {
-            convert(x + first * inputs, count * inputs, converted.data());
+            for (long row = 0; row < count; ++row) convert(own + row * batch.x_row, inputs, &converted[row * inputs]);
             some = converted.data();
         }
         const auto width_of = [&](long panel) { return std::min<long>(PANEL, outputs - panel * PANEL); };
-        long panel = first_panel;
+        const auto bias_of = [&](long panel) { return batch.bias ? batch.bias + panel * PANEL : nullptr; };
+        typename Kind::Value *const output = batch.output + first * batch.output_row;
+        long panel = task.first_panel;
         if (const long several = at_once<Kind>(count); several > 1)
-            for (; panel + several <= end_panel; panel += several)
+            for (; panel + several <= task.end_panel; panel += several)
                 multiplies<Several<Kind>, Kind::FEW>.by_rows[count](
-                    some, words, packed + panel * size, bias ? bias + panel * PANEL : nullptr,
-                    output + first * output_row + panel * PANEL, output_row, width_of(panel + several - 1));
-        for_panels(count, packed, size, AHEAD * PANEL, panel, end_panel,
+                    some, x_row, words, batch.packed + panel * size, bias_of(panel), output + panel * PANEL,
+                    batch.output_row, width_of(panel + several - 1));
+        for_panels(count, batch.packed, size, AHEAD * PANEL, panel, task.end_panel,
                    [&](long panel, long from, long to, const Ahead &ahead) {
                        multiplies<Product<Kind>>.by_rows[to - from](
-                           some + from * x_row, words, packed + panel * size, bias ? bias + panel * PANEL : nullptr,
-                           ahead, output + (first + from) * output_row + panel * PANEL, output_row,
-                           width_of(panel));
+                           some + from * x_row, x_row, words, batch.packed + panel * size, bias_of(panel), ahead,
+                           output + from * batch.output_row + panel * PANEL, batch.output_row, width_of(panel));
                    });
+    }
+}
+
+// The products of all batches. Each thread begins with a share of its own, in which it finds what it has laid out, and
+// goes on with what is left of the others'.
+template <typename Kind>
+void multiply_batches(const std::vector<Batch<Kind>> &batches, long inputs, long outputs) {
+    static thread_local LaidOut<Kind> laid_out;
+    const long words = inputs / Kind::INPUTS;
+    const std::vector<Task> tasks = tasks_of<Kind>(batches, words, (outputs + PANEL - 1) / PANEL);
+    const long count = tasks.size(), shares = omp_get_max_threads();
+    const std::unique_ptr<std::atomic<long>[]> next(new std::atomic<long>[shares]);
+    for (long share = 0; share < shares; ++share) next[share] = count * share / shares;
+#pragma omp parallel
+    {
+        laid_out.forget();
+        for (long turn = 0; turn < shares; ++turn) {
+            const long share = (omp_get_thread_num() + turn) % shares;
+            for (long at; (at = next[share]++) < count * (share + 1) / shares;) {
+                const Task &task = tasks[at];
+                const Batch<Kind> &batch = batches[task.batch];
+                if (task.lays_out)
+                    multiply_laid_out<Kind>(laid_out.of(task, batch, words), task, batch, words, outputs);
+                else
+                    multiply_in_place<Kind>(task, batch, words, outputs);
+            }
+        }
     }
 }
 
@@ -279,16 +453,12 @@ int has_tiles() {
 
 void multiply_packed(const void *x, long rows, long inputs, long kind, const float *packed, const float *bias,
                      long outputs, void *output) {
-    const long panels = (outputs + PANEL - 1) / PANEL;
     with_kind(kind, [&](auto chosen) {
         using Kind = decltype(chosen);
         typedef typename Kind::Value Value;
-        const long pieces = count_pieces(panels, rows);
-#pragma omp parallel for schedule(dynamic, 1)
-        for (long piece = 0; piece < pieces; ++piece)
-            multiply_panels<Kind>(static_cast<const Value *>(x), rows, inputs, packed, bias, outputs,
-                                  panels * piece / pieces, panels * (piece + 1) / pieces,
-                                  static_cast<Value *>(output), outputs);
+        multiply_batches<Kind>({{static_cast<const Value *>(x), inputs, rows, packed, bias, static_cast<Value *>(output),
+                                 outputs}},
+                               inputs, outputs);
     });
 }
 
@@ -298,25 +468,12 @@ void multiply_heads(const void *x, long x_row, long x_head, long rows, long head
     with_kind(kind, [&](auto chosen) {
         using Kind = decltype(chosen);
         typedef typename Kind::Value Value;
-        const long pieces = count_pieces(panels, rows), size = panels * (inputs / Kind::INPUTS) * PANEL;
-        const bool apart = rows > 1 && x_row != inputs;
-#pragma omp parallel
-        {
-            std::vector<Value> together(apart ? rows * inputs : 0);
-#pragma omp for schedule(dynamic, 1)
-            for (long item = 0; item < heads * pieces; ++item) {
-                const long head = item / pieces, piece = item % pieces;
-                const Value *own = static_cast<const Value *>(x) + head * x_head;
-                if (apart) {
-                    for (long row = 0; row < rows; ++row)
-                        std::memcpy(&together[row * inputs], own + row * x_row, inputs * sizeof(Value));
-                    own = together.data();
-                }
-                multiply_panels<Kind>(own, rows, inputs, packed + head * size, nullptr, outputs,
-                                      panels * piece / pieces, panels * (piece + 1) / pieces,
-                                      static_cast<Value *>(output) + head * output_head, output_row);
-            }
-        }
+        const long size = panels * (inputs / Kind::INPUTS) * PANEL;
+        std::vector<Batch<Kind>> batches;
+        for (long head = 0; head < heads; ++head)
+            batches.push_back({static_cast<const Value *>(x) + head * x_head, x_row, rows, packed + head * size, nullptr,
+                               static_cast<Value *>(output) + head * output_head, output_row});
+        multiply_batches<Kind>(batches, inputs, outputs);
     });
 }
 
@@ -325,11 +482,13 @@ void multiply_grouped(const void *x, const int64_t *counts, long groups, long in
     with_kind(kind, [&](auto chosen) {
         using Kind = decltype(chosen);
         typedef typename Kind::Value Value;
-        for_groups(counts, groups, outputs, [&](long group, long row, long first, long end) {
-            multiply_panels<Kind>(static_cast<const Value *>(x) + row * inputs, counts[group], inputs,
-                                  packed[group], biases ? biases[group] : nullptr, outputs, first, end,
-                                  static_cast<Value *>(output) + row * outputs, outputs);
-        });
+        const Value *from = static_cast<const Value *>(x);
+        Value *to = static_cast<Value *>(output);
+        std::vector<Batch<Kind>> batches;
+        for (long group = 0; group < groups; from += counts[group] * inputs, to += counts[group++] * outputs)
+            batches.push_back(
+                {from, inputs, counts[group], packed[group], biases ? biases[group] : nullptr, to, outputs});
+        multiply_batches<Kind>(batches, inputs, outputs);
     });
 }
 
