@@ -25,7 +25,8 @@ constexpr long BLOCK_BYTES = 1 << 19; // of x, which stays in the L2 cache while
 constexpr float LOWEST = -128, HIGHEST = 127, SPAN = 255;
 
 // How words are multiplied. STEP is how many words of x belong to one of weights; `lay_out` makes them of codes,
-// `add` adds the products of ROWS rows, x_row apart, with PANEL words, whose codes it may take to be LOWER.
+// `add` adds the products of ROWS rows, x_row apart, whose words are x_next apart, with PANEL words, whose codes it may
+// take to be LOWER.
 
 // By instructions that add four products of bytes to a sum: x86 has two encodings, ARM two kinds. Those of the SECOND
 // kind multiply signed bytes only, so codes of weights count from -128 there.
@@ -40,7 +41,7 @@ template <bool SECOND> struct Dots {
         std::memcpy(to, codes, words * WORD);
     }
     template <int ROWS>
-    static inline void add([[maybe_unused]] const int32_t *x, [[maybe_unused]] long x_row,
+    static inline void add([[maybe_unused]] const int32_t *x, [[maybe_unused]] long x_row, long,
                            [[maybe_unused]] const Ints *words, [[maybe_unused]] Ints (*sums)[PANEL_VECTORS]) {
 #if defined(HAS_BYTE_DOTS)
         Ints lowered[PANEL_VECTORS];
@@ -91,13 +92,15 @@ struct Pairs {
 #endif
     }
     template <int ROWS>
-    static inline void add(const int32_t *x, long x_row, const Ints *words, Ints (*sums)[PANEL_VECTORS]) {
+    static inline void add(const int32_t *x, long x_row, long x_next, const Ints *words,
+                           Ints (*sums)[PANEL_VECTORS]) {
 #pragma GCC unroll 2
         for (int part = 0; part < PANEL_VECTORS; ++part) {
             const Ints even = words[part] & 0x00ff00ff, odd = (words[part] >> 8) & 0x00ff00ff;
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; ++row)
-                sums[row][part] += dot(even, Ints{} + x[row * x_row]) + dot(odd, Ints{} + x[row * x_row + 1]);
+                sums[row][part] +=
+                    dot(even, Ints{} + x[row * x_row]) + dot(odd, Ints{} + x[row * x_row + x_next]);
         }
     }
 };
@@ -111,11 +114,12 @@ struct Singles {
         for (long at = 0; at < words * WORD; ++at) to[at] = codes[at];
     }
     template <int ROWS>
-    static inline void add(const int32_t *x, long x_row, const Ints *words, Ints (*sums)[PANEL_VECTORS]) {
+    static inline void add(const int32_t *x, long x_row, long x_next, const Ints *words,
+                           Ints (*sums)[PANEL_VECTORS]) {
         for (int at = 0; at < WORD; ++at)
             for (int part = 0; part < PANEL_VECTORS; ++part) {
                 const Ints codes = (words[part] >> 8 * at) & 255;
-                for (int row = 0; row < ROWS; ++row) sums[row][part] += codes * x[row * x_row + at];
+                for (int row = 0; row < ROWS; ++row) sums[row][part] += codes * x[row * x_row + at * x_next];
             }
     }
 };
@@ -202,27 +206,28 @@ struct Matrix {
 };
 
 // Panels that one row passes at once: memory is read faster in several places at a time, and the processor then
-// fetches ahead by itself (measured with AVX2).
-constexpr int AT_ONCE = LANES == 8 ? 4 : 1;
+// fetches ahead by itself (measured with AVX2 and AVX-512).
+constexpr int AT_ONCE = LANES >= 8 ? 4 : 1;
 
-template <typename Kind> struct Product {
+// BESIDE: the first words of all rows lie beside each other, then the second ones, and so on.
+template <typename Kind, bool BESIDE = false> struct Product {
     // ROWS rows of x times one panel.
     template <int ROWS>
     static void multiply(const int32_t *x, const Row *rows, const Matrix &matrix, long words, long panel,
                          Ahead ahead, float *output, long output_row, long width) {
-        const long x_row = words * Kind::STEP;
+        const long x_row = BESIDE ? 1 : words * Kind::STEP, step = BESIDE ? ROWS : 1;
         const int32_t *codes = matrix.codes + panel * words * PANEL;
         Ints found[ROWS][PANEL_VECTORS] = {};
         if constexpr (Kind::LOWER != 0)
             for (int row = 0; row < ROWS; ++row)
                 for (int part = 0; part < PANEL_VECTORS; ++part) found[row][part] += Kind::LOWER * rows[row].sum;
-        for (long at = 0; at < words; ++at, codes += PANEL, ahead.at += ahead.step, x += Kind::STEP) {
+        for (long at = 0; at < words; ++at, codes += PANEL, ahead.at += ahead.step, x += Kind::STEP * step) {
             Ints loaded[PANEL_VECTORS];
             for (int part = 0; part < PANEL_VECTORS; ++part) {
                 loaded[part] = load_words(codes + part * LANES);
                 __builtin_prefetch(ahead.at + part * sizeof(Ints), 0, 2);
             }
-            Kind::template add<ROWS>(x, x_row, loaded, found);
+            Kind::template add<ROWS>(x, x_row, step, loaded, found);
         }
         for (int row = 0; row < ROWS; ++row)
             write(found[row], rows[row], matrix, panel, output + row * output_row, width);
@@ -242,7 +247,7 @@ template <typename Kind> struct Product {
                 Ints loaded[PANEL_VECTORS];
                 for (int part = 0; part < PANEL_VECTORS; ++part)
                     loaded[part] = load_words(codes + next * size + part * LANES);
-                Kind::template add<1>(x, Kind::STEP, loaded, &found[next]);
+                Kind::template add<1>(x, 0, 1, loaded, &found[next]);
             }
         for (int next = 0; next < AT_ONCE; ++next)
             write(found[next], row, matrix, panel + next, output + next * PANEL, next + 1 < AT_ONCE ? PANEL : width);
@@ -270,12 +275,21 @@ template <typename Kind> struct Product {
     }
 };
 
+// Rows that are many lie beside each other: far apart, they compete for the same lines of the L1 cache. Of few rows, threads
+// would write to the same lines.
+inline bool beside(long rows) { return rows > PRODUCT_ROWS; }
+
+// Rows of x that pass all panels together, of so many words each.
+inline long block_of(long x_row) {
+    return std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
+}
+
 // All rows of x times some of the panels of one matrix.
 template <typename Kind>
 void multiply_panels(const int32_t *x, const Row *rows, long count, const Matrix &matrix, long words,
                      long outputs, long first_panel, long end_panel, float *output) {
-    const long x_row = words * Kind::STEP;
-    const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    const long x_row = words * Kind::STEP, block = block_of(x_row);
+    const auto &by_rows = beside(count) ? multiplies<Product<Kind, true>>.by_rows : multiplies<Product<Kind>>.by_rows;
     for (; count == 1 && AT_ONCE > 1 && first_panel + AT_ONCE <= end_panel; first_panel += AT_ONCE)
         Product<Kind>::multiply_row(x, rows[0], matrix, words, first_panel, output + first_panel * PANEL,
                                     std::min<long>(PANEL, outputs - (first_panel + AT_ONCE - 1) * PANEL));
@@ -283,9 +297,8 @@ void multiply_panels(const int32_t *x, const Row *rows, long count, const Matrix
         for_panels(std::min(block, count - first), matrix.codes, words * PANEL, AHEAD * PANEL, first_panel, end_panel,
                    [&](long panel, long from, long to, const Ahead &ahead) {
                        const long row = first + from, width = std::min<long>(PANEL, outputs - panel * PANEL);
-                       multiplies<Product<Kind>>.by_rows[to - from](
-                           x + row * x_row, rows + row, matrix, words, panel, ahead,
-                           output + row * outputs + panel * PANEL, outputs, width);
+                       by_rows[to - from](x + row * x_row, rows + row, matrix, words, panel, ahead,
+                                          output + row * outputs + panel * PANEL, outputs, width);
                    });
 }
 
@@ -296,22 +309,32 @@ void multiply_all(const float *x, const int64_t *counts, long groups, long input
     const long count = std::accumulate(counts, counts + groups, 0L);
     const std::unique_ptr<int32_t[]> laid_out(new int32_t[count * x_row]);
     std::vector<Row> rows(count);
-    std::vector<const Matrix *> matrix_of;
-    for (long group = 0; group < groups; ++group) matrix_of.insert(matrix_of.end(), counts[group], matrices + group);
+    std::vector<std::pair<long, long>> origins; // each row's group, and its number there
+    for (long group = 0; group < groups; ++group)
+        for (long at = 0; at < counts[group]; ++at) origins.emplace_back(group, at);
     const std::vector<Piece> pieces = in_pieces(counts, groups, outputs);
 #pragma omp parallel
     {
         std::vector<int8_t> codes(words * WORD + LANES);
+        std::vector<int32_t> own_words(x_row);
 #pragma omp for
         for (long row = 0; row < count; ++row) {
-            const float *const own = x + row * inputs, *const steps = matrix_of[row]->steps;
+            const auto [group, at] = origins[row];
+            const float *const own = x + row * inputs, *const steps = matrices[group].steps;
             if (steps)
                 rows[row] = {steps[0], steps[1], LOWEST, 0};
             else
                 rows[row] = row_of(ranges ? Range{ranges[2 * row], ranges[2 * row + 1]} : range_of(own, inputs),
-                                   matrix_of[row]->sums != nullptr);
+                                   matrices[group].sums != nullptr);
             round_row(own, inputs, rows[row], codes.data());
-            Kind::lay_out(codes.data(), words, laid_out.get() + row * x_row);
+            if (!beside(counts[group])) {
+                Kind::lay_out(codes.data(), words, laid_out.get() + row * x_row);
+                continue;
+            }
+            Kind::lay_out(codes.data(), words, own_words.data());
+            const Place place(at, counts[group], block_of(x_row));
+            int32_t *const to = laid_out.get() + (row - at + place.first) * x_row + place.at;
+            for (long word = 0; word < x_row; ++word) to[word * place.rows] = own_words[word];
         }
 #pragma omp for schedule(dynamic, 1)
         for (long at = 0; at < static_cast<long>(pieces.size()); ++at) {

@@ -233,47 +233,19 @@ template <typename Kind> class LaidOut {
     void forget() { batch_ = row_ = -1; }
 
   private:
-    typedef Input Four __attribute__((vector_size(4 * sizeof(Input))));
-    typedef int32_t Order __attribute__((vector_size(16)));
     static constexpr bool CONVERTS = sizeof(Input) * Kind::STEP > sizeof(Value) * Kind::INPUTS;
 
-    static inline Four four(const Value *x) {
-        Four found;
-        if constexpr (CONVERTS)
-            for (int at = 0; at < 4; ++at) found[at] = static_cast<float>(x[at]);
-        else
-            std::memcpy(&found, x, sizeof found);
-        return found;
-    }
-
-    // A line of the cache at a time from each row, four rows at a time.
     static void lay_out(const Value *x, long x_row, long rows, long width, Input *to) {
-        constexpr long SOME = 16, VALUES = sizeof(Input) / (CONVERTS ? sizeof(float) : sizeof(Value)); // per Input
-        const long whole = rows < 4 ? 0 : width / SOME * SOME;
-        for (long first = 0; first < whole; first += SOME)
-            for (long next = 0; next < rows; next += 4) {
-                const long row = std::min(next, rows - 4);
-                for (long at = first; at < first + SOME; at += 4) {
-                    const Value *const from = x + row * x_row + at * VALUES;
-                    const Four a = four(from), b = four(from + x_row), c = four(from + 2 * x_row);
-                    const Four d = four(from + 3 * x_row);
-                    const Order low{0, 4, 1, 5}, high{2, 6, 3, 7}, first_two{0, 1, 4, 5}, last_two{2, 3, 6, 7};
-                    const Four ab = __builtin_shuffle(a, b, low), cd = __builtin_shuffle(c, d, low);
-                    const Four ab2 = __builtin_shuffle(a, b, high), cd2 = __builtin_shuffle(c, d, high);
-                    const Four columns[] = {
-                        __builtin_shuffle(ab, cd, first_two), __builtin_shuffle(ab, cd, last_two),
-                        __builtin_shuffle(ab2, cd2, first_two), __builtin_shuffle(ab2, cd2, last_two)};
-                    for (int each = 0; each < 4; ++each)
-                        std::memcpy(to + (at + each) * rows + row, &columns[each], sizeof(Four));
-                }
-            }
-        for (long row = 0; row < rows; ++row)
-            for (long at = whole; at < width; ++at) {
-                if constexpr (CONVERTS)
-                    to[at * rows + row] = static_cast<float>(x[row * x_row + at]);
-                else
-                    std::memcpy(to + at * rows + row, x + row * x_row + at * VALUES, sizeof(Input));
-            }
+        constexpr long VALUES = CONVERTS ? 1 : sizeof(Input) / sizeof(Value); // in an Input
+        const auto read = [&](long row, long at, auto &found) {
+            const Value *const from = x + row * x_row + at * VALUES;
+            if constexpr (CONVERTS)
+                for (long each = 0; each < static_cast<long>(sizeof found / sizeof(Input)); ++each)
+                    reinterpret_cast<Input *>(&found)[each] = static_cast<float>(from[each]);
+            else
+                std::memcpy(&found, from, sizeof found);
+        };
+        lay_beside(rows, width, read, to);
     }
 
     std::unique_ptr<Input[]> values_;

@@ -51,6 +51,49 @@ inline void for_panels(long rows, const Word *packed, long size, long near, long
         }
 }
 
+// The rows that are multiplied together lie beside each other: the first pair of inputs of each, then the second.
+struct Place {
+    long first, rows, at; // the first of them, how many they are, and which of them a row is
+
+    // That of a row, of `count` in blocks of `block`, as `for_panels` divides each.
+    Place(long row, long count, long block) {
+        const long begin = row / block * block, size = std::min(block, count - begin);
+        const long groups = (size + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        long group = (row - begin) * groups / size;
+        while (size * (group + 1) / groups <= row - begin) ++group;
+        first = begin + size * group / groups;
+        rows = begin + size * (group + 1) / groups - first;
+        at = row - first;
+    }
+};
+
+// Words of 32 bits of several rows, `width` each, beside each other: the first ones of all rows, then the second ones.
+// read(row, at, found) reads one of them or, where `found` has room for them, four.
+template <typename Word, typename Read> inline void lay_beside(long rows, long width, Read read, Word *to) {
+    typedef Word Four __attribute__((vector_size(16)));
+    typedef int32_t Order __attribute__((vector_size(16)));
+    constexpr long LINE = 16; // words of a line of the cache, all of which are read from four rows at once
+    const long whole = rows < 4 ? 0 : width / LINE * LINE;
+    for (long first = 0; first < whole; first += LINE)
+        for (long next = 0; next < rows; next += 4) {
+            const long row = std::min(next, rows - 4);
+            for (long at = first; at < first + LINE; at += 4) {
+                Four a, b, c, d;
+                read(row, at, a), read(row + 1, at, b), read(row + 2, at, c), read(row + 3, at, d);
+                const Order low{0, 4, 1, 5}, high{2, 6, 3, 7}, former{0, 1, 4, 5}, latter{2, 3, 6, 7};
+                const Four ab = __builtin_shuffle(a, b, low), cd = __builtin_shuffle(c, d, low);
+                const Four more_ab = __builtin_shuffle(a, b, high), more_cd = __builtin_shuffle(c, d, high);
+                const Four columns[] = {__builtin_shuffle(ab, cd, former), __builtin_shuffle(ab, cd, latter),
+                                        __builtin_shuffle(more_ab, more_cd, former),
+                                        __builtin_shuffle(more_ab, more_cd, latter)};
+                for (int each = 0; each < 4; ++each)
+                    std::memcpy(to + (at + each) * rows + row, &columns[each], sizeof(Four));
+            }
+        }
+    for (long row = 0; row < rows; ++row)
+        for (long at = whole; at < width; ++at) read(row, at, to[at * rows + row]);
+}
+
 // Scales of quantised weights, by their type.
 enum ScaleType { FLOAT32, FLOAT16, BFLOAT16 };
 

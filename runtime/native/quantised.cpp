@@ -78,8 +78,9 @@ struct Tile {
 
 constexpr int AHEAD = 1024; // bytes between what is used and what is prefetched
 
-// Adds scale * (ROWS rows of x times one run of a panel) to `totals`; rows are `x_row` and `totals_row` apart.
-template <typename Codes, int ROWS, bool ZEROS>
+// Adds scale * (ROWS rows of x times one run of a panel) to `totals`; rows are `x_row` and `totals_row` apart. BESIDE:
+// the first inputs of all rows of x lie beside each other, then the second ones.
+template <typename Codes, int ROWS, bool ZEROS, bool BESIDE = false>
 inline void add_run(const float *x, long x_row, const uint8_t *codes, long count, const Floats *zero,
                     const Floats *scale, float *totals, long totals_row) {
     Floats sums[ROWS][PANEL_VECTORS] = {};
@@ -92,7 +93,7 @@ inline void add_run(const float *x, long x_row, const uint8_t *codes, long count
         // In this order, since GCC 12 keeps too many values in registers with the loops swapped.
         for (int row = 0; row < ROWS; ++row)
             for (int part = 0; part < PANEL_VECTORS; ++part)
-                sums[row][part] += x[row * x_row + at] * weights[part];
+                sums[row][part] += x[BESIDE ? at * ROWS + row : row * x_row + at] * weights[part];
     }
     for (int row = 0; row < ROWS; ++row)
         for (int part = 0; part < PANEL_VECTORS; ++part) {
@@ -159,18 +160,17 @@ void multiply_row(const float *x, const Weights &weights, long panel, const floa
 }
 
 struct Tiled {
-    // ROWS rows of x times a tile.
+    // ROWS rows of x, beside each other, times a tile.
     template <int ROWS>
-    static void multiply(const float *x, long x_row, const float *tile, long count, const Floats *scale,
+    static void multiply(const float *x, const float *tile, long count, const Floats *scale,
                          float *totals, long totals_row) {
-        add_run<Tile, ROWS, false>(x, x_row, reinterpret_cast<const uint8_t *>(tile), count, nullptr, scale,
-                                   totals, totals_row);
+        add_run<Tile, ROWS, false, true>(x, 0, reinterpret_cast<const uint8_t *>(tile), count, nullptr, scale, totals,
+                                         totals_row);
     }
 };
 
 constexpr long TILED_ROWS = 20 * PRODUCT_ROWS; // that pass a tile together
-constexpr long TILED_INPUTS = 512;             // of x, copied for them: both fit the L2 cache
-constexpr long X_ROW = TILED_INPUTS + 16;      // so that rows do not compete for the same lines of the L1 cache
+constexpr long TILED_INPUTS = 512;             // of x, laid out for them: both fit the L2 cache
 
 // Many rows times the panels of one thread.
 template <typename Codes, bool ZEROS>
@@ -178,7 +178,7 @@ void multiply_many(const float *x, long rows, const Weights &weights, long first
                    const float *bias, long outputs, float *output) {
     const long panels = end_panel - first_panel, stride = panels * PANEL;
     const long most = std::min(rows, TILED_ROWS);
-    std::vector<float> totals(most * stride), copied(most * X_ROW), tile(TILED_INPUTS * PANEL);
+    std::vector<float> totals(most * stride), laid_out(most * TILED_INPUTS), tile(TILED_INPUTS * PANEL);
     for (long from = 0; from < rows; from += TILED_ROWS) {
         const long count = std::min(TILED_ROWS, rows - from);
         std::fill(totals.begin(), totals.begin() + count * stride, 0.f);
@@ -187,9 +187,13 @@ void multiply_many(const float *x, long rows, const Weights &weights, long first
             for (next = run + 1; next < weights.count; ++next)
                 if (weights.runs[3 * next + 1] - first > TILED_INPUTS) break;
             const long end = weights.runs[3 * next - 2];
-            for (long row = 0; row < count; ++row)
-                std::memcpy(&copied[row * X_ROW], x + (from + row) * weights.inputs + first,
-                            (end - first) * sizeof(float));
+            for (long row = 0; row < count; row += PRODUCT_ROWS) {
+                const float *const own = x + (from + row) * weights.inputs + first;
+                const auto read = [&](long row, long at, auto &found) {
+                    std::memcpy(&found, own + row * weights.inputs + at, sizeof found);
+                };
+                lay_beside(std::min<long>(PRODUCT_ROWS, count - row), end - first, read, &laid_out[row * TILED_INPUTS]);
+            }
             for (long panel = first_panel; panel < end_panel; ++panel)
                 for (long each = run; each < next; ++each) {
                     const long begin = weights.runs[3 * each], length = weights.runs[3 * each + 1] - begin;
@@ -204,10 +208,12 @@ void multiply_many(const float *x, long rows, const Weights &weights, long first
                         for (int part = 0; part < PANEL_VECTORS; ++part)
                             store(tile.data() + at * PANEL + part * LANES, values[part] - zero[part]);
                     }
-                    for (long row = 0; row < count; row += PRODUCT_ROWS)
-                        multiplies<Tiled>.by_rows[std::min<long>(PRODUCT_ROWS, count - row)](
-                            &copied[row * X_ROW + begin - first], X_ROW, tile.data(), length, scale,
-                            &totals[row * stride + (panel - first_panel) * PANEL], stride);
+                    for (long row = 0; row < count; row += PRODUCT_ROWS) {
+                        const long some = std::min<long>(PRODUCT_ROWS, count - row);
+                        multiplies<Tiled>.by_rows[some](&laid_out[row * TILED_INPUTS + (begin - first) * some],
+                                                        tile.data(), length, scale,
+                                                        &totals[row * stride + (panel - first_panel) * PANEL], stride);
+                    }
                 }
         }
         for (long row = 0; row < count; ++row)

@@ -34,11 +34,11 @@ struct Weights {
 // How a word of a panel holds the codes of neighbouring inputs for one output. `pair` is the first two that are left,
 // in 16 bits each, and `next` a word without them. Zeros of a group are codes, too: BYTES for all outputs of a panel.
 // AT_ONCE panels are passed by one row at once: memory is read faster in several places at a time, and the processor
-// then fetches ahead by itself (measured with AVX2). Nibbles, which need more registers, are not the faster for it.
+// then fetches ahead by itself (measured with AVX2 and AVX-512). Nibbles need more registers than AVX2 has.
 
 struct Nibbles {
     static constexpr long PAIRS = 4;
-    static constexpr int AT_ONCE = 1;
+    static constexpr int AT_ONCE = LANES == 16 ? 4 : 1;
     static constexpr int32_t MIDDLE = 8;
     static inline Ints pair(const Ints &word) { return word & 0x000f000f; }
     static inline Ints next(const Ints &word) { return word >> 4; }
@@ -51,7 +51,7 @@ struct Nibbles {
 
 struct SignedBytes {
     static constexpr long PAIRS = 2;
-    static constexpr int AT_ONCE = LANES == 8 ? 3 : 1;
+    static constexpr int AT_ONCE = LANES == 16 ? 4 : 3;
     static constexpr int32_t MIDDLE = 0;
     static inline Ints pair(const Ints &word) {
 #if defined(__AVX512F__)
@@ -147,22 +147,6 @@ inline void add_run(float *total, const Ints &sum, const Floats &scale, const In
 template <typename Codes> long words_of(const Weights &weights) {
     return (weights.inputs + 2 * Codes::PAIRS - 1) / (2 * Codes::PAIRS);
 }
-
-// The rows that are multiplied together lie beside each other: the first pair of inputs of each, then the second.
-struct Place {
-    long first, rows, at; // the first of them, how many they are, and which of them a row is
-
-    // That of a row, of `count` in blocks of `block`, as `for_panels` divides each.
-    Place(long row, long count, long block) {
-        const long begin = row / block * block, size = std::min(block, count - begin);
-        const long groups = (size + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
-        long group = (row - begin) * groups / size;
-        while (size * (group + 1) / groups <= row - begin) ++group;
-        first = begin + size * group / groups;
-        rows = begin + size * (group + 1) / groups - first;
-        at = row - first;
-    }
-};
 
 // The codes of a row, padded with zeros, at its place. `codes` has room for them.
 void round_row(const float *x, const Weights &weights, const Place &place, Step *steps, int32_t *codes,

@@ -88,7 +88,7 @@ def test_products_are_exact(outputs: int, inputs: int, zeros: bool, activations:
     torch.manual_seed(inputs)
     weight, bias = matrix(outputs, inputs, zeros, activations), torch.randn(outputs)
     product = IntegerProduct(IntegerWeight(weight, activations), bias)
-    for rows in (0, 1, 3, 7, 13, 60):
+    for rows in (0, 1, 3, 7, 13, 60, 150):
         x = torch.randn(rows, inputs) * torch.rand(rows, 1) * 10
         x[: rows // 5] = 0
         expected = exact(x, weight, bias, activations) if rows else x.new_empty(0, outputs)

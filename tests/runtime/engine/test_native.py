@@ -4,6 +4,7 @@ runs."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -19,12 +20,27 @@ pytestmark = pytest.mark.usefixtures("each_build")
 
 ROWS = [1, 7, 300]
 PACKED = [name for name, form in KV_FORMATS.items() if form.is_packed]
+TYPES_OF_PRODUCTS = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+]
+"""Of x and of the weights."""
 HEADS = [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128), (4, 4, 192), (5, 1, 576)]
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads compute, until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 13, 300])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 40), (32, 7), (33, 100), (200, 3000)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 40), (32, 7), (33, 100), (300, 3000)])
 def test_products(outputs: int, inputs: int, rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
@@ -40,7 +56,7 @@ def test_products(outputs: int, inputs: int, rows: int, biased: bool) -> None:
 @pytest.mark.parametrize("by_pairs", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 13, 300])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 40), (32, 7), (33, 100), (200, 3000)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 40), (32, 7), (33, 100), (300, 3000)])
 def test_products_in_bfloat16(
     monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, rows: int, biased: bool, by_pairs: bool
 ) -> None:
@@ -64,6 +80,22 @@ def test_products_in_bfloat16(
     assert torch.equal(result, alone), "a row's result depends on the others"
 
 
+@pytest.mark.parametrize("types", TYPES_OF_PRODUCTS)
+@pytest.mark.parametrize("counts", [[500], [130, 0, 1, 250, 12, 13]])
+def test_any_number_of_threads_has_the_same_products(
+    counts: list[int], types: tuple[torch.dtype, torch.dtype], threads: Callable[[int], None]
+) -> None:
+    torch.manual_seed(len(counts))
+    x, weights = torch.randn(sum(counts), 550).to(types[0]), torch.randn(len(counts), 600, 550).to(types[1])
+    packed = [native.pack(weight) for weight in weights]
+    parts = list(zip(x.split(counts), packed, strict=True))
+    alone = torch.cat([native.linear(row[None], weight, None, 600) for rows, weight in parts for row in rows])
+    for count in (1, 2, 3, 8):
+        threads(count)
+        assert torch.equal(native.Grouped(packed, [], 600)(x, counts), alone)
+        assert torch.equal(native.linear(x[: counts[0]], packed[0], None, 600), alone[: counts[0]])
+
+
 @pytest.mark.parametrize("by_pairs", [False, True])
 def test_infinities_and_nan_in_bfloat16(monkeypatch: pytest.MonkeyPatch, by_pairs: bool) -> None:
     """They go through a product as they are, and to no neighbour."""
@@ -82,7 +114,7 @@ def test_infinities_and_nan_in_bfloat16(monkeypatch: pytest.MonkeyPatch, by_pair
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("counts", [[3], [0, 1, 40, 0], [2, 0, 0, 300, 1]])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 100), (200, 700)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 100), (300, 700)])
 def test_grouped_products(
     outputs: int, inputs: int, counts: list[int], biased: bool, dtype: torch.dtype
 ) -> None:
@@ -98,7 +130,7 @@ def test_grouped_products(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 4, 13, 300])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (33, 100), (200, 700)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (33, 100), (300, 700)])
 def test_products_of_heads(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
     """Each head by its own weights, in rows that are apart; also where all heads have the same x. What lies
     between the results stays as it is."""
