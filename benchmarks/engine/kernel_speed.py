@@ -4,13 +4,14 @@ unless a line says otherwise.
     python -m benchmarks.engine.kernel_speed [--rounds 5]
 
 Measures matrix products with weights [4096, 768] for several row counts, in float32 and in bfloat16, these
-also beside our own in float32; products with quantised weights [4096, 4096], also of integers on both sides
-(W8A8), beside our own with the same in float32; products with 16 experts of weights [1536, 768], in float32
-and in mxfp4, of which each row uses 2, and of integers on both sides, these in one call beside one for each
-expert and beside our own in float32; and, for two shapes of heads, attention of the next tokens of 8
-requests, and of a prompt of 512 tokens over a context of 512; the next tokens also with KV caches in fp8
-and int8, beside our own in float32. Prints milliseconds, the best of several rounds in which the sides take
-turns: each computation takes a few milliseconds, and anything else that runs can only add to it.
+also beside our own in float32; products with quantised weights [4096, 4096], also with rows that become
+integers of 16 bits ("rounded"), and of integers on both sides (W8A8), beside our own with the same in
+float32; products with 16 experts of weights [1536, 768], in float32 and in mxfp4, of which each row uses 2,
+and of integers on both sides, these in one call beside one for each expert and beside our own in float32;
+and, for two shapes of heads, attention of the next tokens of 8 requests, and of a prompt of 512 tokens over a
+context of 512; the next tokens also with KV caches in fp8 and int8, beside our own in float32. Prints
+milliseconds, the best of several rounds in which the sides take turns: each computation takes a few
+milliseconds, and anything else that runs can only add to it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from runtime.engine.torch import mxfp4
 from runtime.engine.torch.quantised.activations import Activations
 from runtime.engine.torch.quantised.integers import IntegerProduct, IntegerWeight
 from runtime.engine.torch.quantised.packed import PackedWeight
+from runtime.engine.torch.quantised.rounded import RoundedWeight
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 from runtime.kv_cache.formats import kv_format
 from runtime.options import TORCH_PACKED_KV
@@ -42,6 +44,7 @@ CONTEXT, REQUESTS = 512, 8
 AT_LEAST_S = 0.02
 
 Side = Callable[[], object]
+Packed = PackedWeight | RoundedWeight
 
 
 def best_ms(sides: tuple[Side, ...], rounds: int) -> list[float]:
@@ -69,18 +72,18 @@ def product_in_bfloat16(rows: int) -> tuple[Side, Side, Side]:
     return *product(rows, torch.bfloat16), product(rows)[0]
 
 
-def quantised_product(kind: Kind, rows: int) -> tuple[Side, Side]:
-    """Milliseconds of our product with quantised weights, and of ours with weights in float32."""
+def quantised_product(kind: Kind, rows: int, form: type[Packed] = PackedWeight) -> tuple[Side, Side]:
+    """Our product with quantised weights in a form, and ours with weights in float32."""
     x, plain = torch.randn(rows, WIDE), native.pack(torch.randn(WIDE, WIDE))
     codes = torch.randint(0, 2**kind.bits - 1, (WIDE, WIDE), dtype=torch.uint8) & 119  # no NaN of FP8
     scales = torch.rand(WIDE, WIDE // GROUP).half()
     groups = torch.arange(WIDE) // GROUP
-    packed = PackedWeight(QuantisedWeight(kind, codes, scales, None, groups)).product(None)
+    packed = form(QuantisedWeight(kind, codes, scales, None, groups)).product(None)
     return lambda: packed(x), lambda: native.linear(x, plain, None, WIDE)
 
 
 def integer_product(rows: int) -> tuple[Side, Side]:
-    """Milliseconds of our product of integers, of which each row has its scale, and of ours in float32."""
+    """Our product of integers, of which each row has its scale, and ours in float32."""
     x, plain = torch.randn(rows, WIDE), native.pack(torch.randn(WIDE, WIDE))
     codes = torch.randint(0, 256, (WIDE, WIDE), dtype=torch.uint8)
     one, activations = torch.zeros(WIDE, dtype=torch.int64), Activations(symmetric=True)
@@ -208,10 +211,13 @@ def main() -> None:
         label = f"bfloat16 product of {rows:3} rows"
         more = f"{in_float32 / ours:.2f} beside ours in float32"
         print(f"{label:28}{ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}  {rate}, {more}")
-    for kind in Kind:
+    forms: list[tuple[Kind, type[Packed], str]] = [(kind, PackedWeight, "product") for kind in Kind]
+    if native.multiplies_words():
+        forms += [(kind, RoundedWeight, "rounded product") for kind in (Kind.INT4, Kind.INT8)]
+    for kind, form, name in forms:
         for rows in QUANTISED_ROWS:
-            ours, in_float32 = best_ms(quantised_product(kind, rows), options.rounds)
-            label = f"{kind.name.lower()} product of {rows:3} rows"
+            ours, in_float32 = best_ms(quantised_product(kind, rows, form), options.rounds)
+            label = f"{kind.name.lower()} {name} of {rows:3} rows"
             print(f"{label:28}{ours:8.2f} {in_float32:8.2f} {in_float32 / ours:6.2f}  beside ours in float32")
     for rows in QUANTISED_ROWS:
         ours, in_float32 = best_ms(integer_product(rows), options.rounds)

@@ -275,8 +275,8 @@ template <typename Kind, bool BESIDE = false> struct Product {
     }
 };
 
-// Rows that are many lie beside each other: far apart, they compete for the same lines of the L1 cache. Of few rows, threads
-// would write to the same lines.
+// Rows that are many lie beside each other: far apart, they compete for the same lines of the L1 cache. Of few rows,
+// threads would write to the same lines.
 inline bool beside(long rows) { return rows > PRODUCT_ROWS; }
 
 // Rows of x that pass all panels together, of so many words each.

@@ -17,19 +17,19 @@ namespace {
 constexpr long AHEAD = LANES == 16 ? 64 : 256; // words of a panel between what is prefetched and what is used
 constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
 constexpr long LAID_BYTES = 1 << 20;   // of x that a thread lays out at a time
-constexpr long LAID_ROWS = 10 * PRODUCT_ROWS; // at least, if there are so many: fewer read the weights too often
-constexpr long LAID_PANELS = 8;               // that it is multiplied by, for which it pays
+constexpr long LAID_GROUPS = 10;       // of rows, at least, if there are so many: fewer read the weights too often
+constexpr long LAID_PANELS = 8;        // that they are multiplied by, for which it pays
 
 // How words of 32 bits, of which a panel has [words, PANEL], are multiplied. Value is the type of x and of the
 // results, Input that of x as `add` reads it, STEP how many of these belong to a word, FEW how many rows gain by
-// several panels at once; `add` adds the products of ROWS rows, x_row apart, whose inputs are x_next apart, with PANEL
-// words.
+// several panels at once, MOST_ROWS how many pass one together; `add` adds the products of ROWS rows, x_row apart,
+// whose inputs are x_next apart, with PANEL words.
 
 // A word is a float.
 struct Singles {
     typedef float Value;
     typedef float Input;
-    static constexpr long INPUTS = 1, STEP = 1, FEW = 3;
+    static constexpr long INPUTS = 1, STEP = 1, FEW = 3, MOST_ROWS = PRODUCT_ROWS;
     template <int ROWS>
     static inline void add(const float *x, long x_row, long, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
         for (int row = 0; row < ROWS; ++row)
@@ -37,11 +37,12 @@ struct Singles {
     }
 };
 
-// A word is two weights of 16 bits for neighbouring inputs, the first one in its lower half. They become floats.
+// A word is two weights of 16 bits for neighbouring inputs, the first one in its lower half. They become floats, for
+// which registers must be left.
 template <typename Of, typename Weight> struct Halves {
     typedef Of Value;
     typedef float Input;
-    static constexpr long INPUTS = 2, STEP = 2, FEW = 2;
+    static constexpr long INPUTS = 2, STEP = 2, FEW = 2, MOST_ROWS = PRODUCT_ROWS - (PRODUCT_ROWS == 6);
     template <int ROWS>
     static inline void add(const float *x, long x_row, long x_next, const Floats *words,
                            Floats (*sums)[PANEL_VECTORS]) {
@@ -71,7 +72,7 @@ struct InFloat16 {
 struct Dots {
     typedef Bfloat16 Value;
     typedef int32_t Input;
-    static constexpr long INPUTS = 2, STEP = 1, FEW = LANES == 16 ? 2 : 1;
+    static constexpr long INPUTS = 2, STEP = 1, FEW = LANES == 16 ? 2 : 1, MOST_ROWS = PRODUCT_ROWS;
     template <int ROWS>
     static inline void add([[maybe_unused]] const int32_t *x, [[maybe_unused]] long x_row, long,
                            [[maybe_unused]] const Floats *words, [[maybe_unused]] Floats (*sums)[PANEL_VECTORS]) {
@@ -96,8 +97,8 @@ struct Dots {
 };
 
 // Panels that so many rows pass at once, as far as there are registers for the sums. Memory is read faster in several
-// places at a time; processors then fetch ahead by themselves, and lose time if they are told to. Measured with AVX2 and
-// AVX-512.
+// places at a time; processors then fetch ahead by themselves, and lose time if they are told to. Measured with AVX2
+// and AVX-512.
 template <typename Kind> constexpr int at_once(long rows) {
     return LANES < 8 || rows > Kind::FEW ? 1 : rows == 1 && LANES == 16 ? 4 : 6 / rows;
 }
@@ -189,17 +190,18 @@ std::vector<Task> tasks_of(const std::vector<Batch<Kind>> &batches, long words, 
     long all = 0;
     for (const auto &batch : batches) {
         const long by_size = (batch.rows * row_bytes + LAID_BYTES - 1) / LAID_BYTES;
-        const long most = std::max(1L, batch.rows / LAID_ROWS);
-        blocks.push_back(batch.rows > PRODUCT_ROWS ? std::min(most, std::max(by_size, threads)) : 0);
+        const long most = std::max(1L, batch.rows / (LAID_GROUPS * Kind::MOST_ROWS));
+        blocks.push_back(batch.rows > Kind::MOST_ROWS ? std::min(most, std::max(by_size, threads)) : 0);
         all += blocks.back();
     }
     const bool lay_out = panels * std::min(all, threads) >= LAID_PANELS * threads;
     std::vector<Task> tasks;
     for (long at = 0; at < static_cast<long>(batches.size()); ++at) {
-        const long rows = batches[at].rows, groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        const long rows = batches[at].rows, groups = (rows + Kind::MOST_ROWS - 1) / Kind::MOST_ROWS;
         const bool lays_out = lay_out && blocks[at];
         const long parts = lays_out ? blocks[at] : rows > 0;
-        const long pieces = lays_out ? std::min(panels, (PIECES * threads + all - 1) / all) : count_pieces(panels, rows);
+        const long shared = std::min(panels, (PIECES * threads + all - 1) / std::max(1L, all));
+        const long pieces = lays_out ? shared : count_pieces(panels, rows);
         for (long part = 0; part < parts; ++part)
             for (long piece = 0; piece < pieces; ++piece)
                 tasks.push_back({at, rows * (groups * part / parts) / groups,
@@ -219,7 +221,7 @@ template <typename Kind> class LaidOut {
     const Input *of(const Task &task, const Batch<Kind> &batch, long words) {
         if (task.batch == batch_ && task.row == row_) return values_.get();
         batch_ = task.batch, row_ = task.row;
-        const long rows = task.end_row - task.row, groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        const long rows = task.end_row - task.row, groups = (rows + Kind::MOST_ROWS - 1) / Kind::MOST_ROWS;
         const long width = words * Kind::STEP;
         if (rows * width > size_) values_.reset(new Input[size_ = rows * width]);
         for (long group = 0; group < groups; ++group) {
@@ -258,14 +260,14 @@ void multiply_laid_out(const typename Kind::Input *x, const Task &task, const Ba
                        long outputs) {
     const long size = words * PANEL, width = words * Kind::STEP;
     typename Kind::Value *const output = batch.output + task.row * batch.output_row;
-    for_panels(task.end_row - task.row, batch.packed, size, AHEAD * PANEL, task.first_panel, task.end_panel,
-               [&](long panel, long from, long to, const Ahead &ahead) {
-                   multiplies<Product<Kind, true>>.by_rows[to - from](
-                       x + from * width, 0, words, batch.packed + panel * size,
-                       batch.bias ? batch.bias + panel * PANEL : nullptr, ahead,
-                       output + from * batch.output_row + panel * PANEL, batch.output_row,
-                       std::min<long>(PANEL, outputs - panel * PANEL));
-               });
+    const auto multiply = [&](long panel, long from, long to, const Ahead &ahead) {
+        multiplies<Product<Kind, true>>.by_rows[to - from](
+            x + from * width, 0, words, batch.packed + panel * size, batch.bias ? batch.bias + panel * PANEL : nullptr,
+            ahead, output + from * batch.output_row + panel * PANEL, batch.output_row,
+            std::min<long>(PANEL, outputs - panel * PANEL));
+    };
+    for_panels<Kind::MOST_ROWS>(task.end_row - task.row, batch.packed, size, AHEAD * PANEL, task.first_panel,
+                                task.end_panel, multiply);
 }
 
 // All rows of a batch times the panels of a task, from where they are.
@@ -275,7 +277,8 @@ void multiply_in_place(const Task &task, const Batch<Kind> &batch, long words, l
     constexpr bool CONVERTS = sizeof(Input) * Kind::STEP > sizeof(*batch.x) * Kind::INPUTS;
     const long inputs = words * Kind::INPUTS, size = words * PANEL;
     const long x_row = CONVERTS ? words * Kind::STEP : batch.x_row / Kind::INPUTS * Kind::STEP;
-    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, words * Kind::STEP) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    const long groups = BLOCK_VALUES / std::max(1L, words * Kind::STEP) / Kind::MOST_ROWS;
+    const long block = std::max(1L, groups) * Kind::MOST_ROWS;
     std::vector<float> converted(CONVERTS ? std::min(block, batch.rows) * inputs : 0);
     for (long first = 0; first < batch.rows; first += block) {
         const long count = std::min(block, batch.rows - first);
@@ -294,12 +297,12 @@ void multiply_in_place(const Task &task, const Batch<Kind> &batch, long words, l
                 multiplies<Several<Kind>, Kind::FEW>.by_rows[count](
                     some, x_row, words, batch.packed + panel * size, bias_of(panel), output + panel * PANEL,
                     batch.output_row, width_of(panel + several - 1));
-        for_panels(count, batch.packed, size, AHEAD * PANEL, panel, task.end_panel,
-                   [&](long panel, long from, long to, const Ahead &ahead) {
-                       multiplies<Product<Kind>>.by_rows[to - from](
-                           some + from * x_row, x_row, words, batch.packed + panel * size, bias_of(panel), ahead,
-                           output + from * batch.output_row + panel * PANEL, batch.output_row, width_of(panel));
-                   });
+        const auto multiply = [&](long panel, long from, long to, const Ahead &ahead) {
+            multiplies<Product<Kind>>.by_rows[to - from](
+                some + from * x_row, x_row, words, batch.packed + panel * size, bias_of(panel), ahead,
+                output + from * batch.output_row + panel * PANEL, batch.output_row, width_of(panel));
+        };
+        for_panels<Kind::MOST_ROWS>(count, batch.packed, size, AHEAD * PANEL, panel, task.end_panel, multiply);
     }
 }
 
@@ -307,7 +310,6 @@ void multiply_in_place(const Task &task, const Batch<Kind> &batch, long words, l
 // goes on with what is left of the others'.
 template <typename Kind>
 void multiply_batches(const std::vector<Batch<Kind>> &batches, long inputs, long outputs) {
-    static thread_local LaidOut<Kind> laid_out;
     const long words = inputs / Kind::INPUTS;
     const std::vector<Task> tasks = tasks_of<Kind>(batches, words, (outputs + PANEL - 1) / PANEL);
     const long count = tasks.size(), shares = omp_get_max_threads();
@@ -315,6 +317,7 @@ void multiply_batches(const std::vector<Batch<Kind>> &batches, long inputs, long
     for (long share = 0; share < shares; ++share) next[share] = count * share / shares;
 #pragma omp parallel
     {
+        static thread_local LaidOut<Kind> laid_out;
         laid_out.forget();
         for (long turn = 0; turn < shares; ++turn) {
             const long share = (omp_get_thread_num() + turn) % shares;
@@ -428,9 +431,9 @@ void multiply_packed(const void *x, long rows, long inputs, long kind, const flo
     with_kind(kind, [&](auto chosen) {
         using Kind = decltype(chosen);
         typedef typename Kind::Value Value;
-        multiply_batches<Kind>({{static_cast<const Value *>(x), inputs, rows, packed, bias, static_cast<Value *>(output),
-                                 outputs}},
-                               inputs, outputs);
+        const Batch<Kind> all{static_cast<const Value *>(x), inputs, rows, packed, bias, static_cast<Value *>(output),
+                              outputs};
+        multiply_batches<Kind>({all}, inputs, outputs);
     });
 }
 
@@ -443,8 +446,8 @@ void multiply_heads(const void *x, long x_row, long x_head, long rows, long head
         const long size = panels * (inputs / Kind::INPUTS) * PANEL;
         std::vector<Batch<Kind>> batches;
         for (long head = 0; head < heads; ++head)
-            batches.push_back({static_cast<const Value *>(x) + head * x_head, x_row, rows, packed + head * size, nullptr,
-                               static_cast<Value *>(output) + head * output_head, output_row});
+            batches.push_back({static_cast<const Value *>(x) + head * x_head, x_row, rows, packed + head * size,
+                               nullptr, static_cast<Value *>(output) + head * output_head, output_row});
         multiply_batches<Kind>(batches, inputs, outputs);
     });
 }

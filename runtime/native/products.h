@@ -32,14 +32,14 @@ struct Ahead {
 
 constexpr long SHARING = 4; // groups of rows that share the next panel, so that memory is read all the time
 
-// Calls run(panel, from, to, ahead) for rows [from, to), PRODUCT_ROWS at most, of so many rows, with some of the panels
-// of `size` words each. What is ahead is `near` words on in this panel, or, where several groups of rows use it, the
+// Calls run(panel, from, to, ahead) for rows [from, to), ROWS at most, of so many rows, with some of the panels of
+// `size` words each. What is ahead is `near` words on in this panel, or, where several groups of rows use it, the
 // next panel, of which the last groups prefetch equal parts.
-template <typename Word, typename Run>
+template <int ROWS = PRODUCT_ROWS, typename Word, typename Run>
 inline void for_panels(long rows, const Word *packed, long size, long near, long first_panel, long end_panel,
                        Run run) {
     constexpr long WHOLE = PANEL * sizeof(Word);
-    const long groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS, sharing = std::min(groups, SHARING);
+    const long groups = (rows + ROWS - 1) / ROWS, sharing = std::min(groups, SHARING);
     for (long panel = first_panel; panel < end_panel; ++panel)
         for (long group = 0; group < groups; ++group) {
             const Word *const own = packed + panel * size;
@@ -55,10 +55,10 @@ inline void for_panels(long rows, const Word *packed, long size, long near, long
 struct Place {
     long first, rows, at; // the first of them, how many they are, and which of them a row is
 
-    // That of a row, of `count` in blocks of `block`, as `for_panels` divides each.
-    Place(long row, long count, long block) {
+    // That of a row, of `count` in blocks of `block`, as `for_panels` divides each into groups of `most` rows.
+    Place(long row, long count, long block, long most = PRODUCT_ROWS) {
         const long begin = row / block * block, size = std::min(block, count - begin);
-        const long groups = (size + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        const long groups = (size + most - 1) / most;
         long group = (row - begin) * groups / size;
         while (size * (group + 1) / groups <= row - begin) ++group;
         first = begin + size * group / groups;

@@ -12,9 +12,11 @@ namespace {
 
 inline const int8_t *as_signed(const uint8_t *codes) { return reinterpret_cast<const int8_t *>(codes); }
 
-// How codes become floats, PANEL at a time from BYTES bytes. Another format is another of these.
+// How codes become floats, PANEL at a time from BYTES bytes: the values divided by UNIT, a power of two. Another format
+// is another of these.
 struct SignedBytes {
     static constexpr long BYTES = PANEL;
+    static constexpr float UNIT = 1;
     static inline void read_panel(const uint8_t *from, Floats *to) {
         for (int part = 0; part < PANEL_VECTORS; ++part)
             to[part] = __builtin_convertvector(widened(as_signed(from) + part * LANES), Floats);
@@ -24,6 +26,7 @@ struct SignedBytes {
 // Two to a byte, the lower four bits for the first half of the panel; 8 stands for zero.
 struct Nibbles {
     static constexpr long BYTES = PANEL / 2;
+    static constexpr float UNIT = 1;
     static inline void read_panel(const uint8_t *from, Floats *to) {
         static_assert(PANEL_VECTORS == 2, "a byte has a code for each of two vectors");
         const Ints both = widened(from);
@@ -40,11 +43,15 @@ struct Nibbles {
     }
 };
 
+// Their unit is multiplied by with the scale, once for each group, unless products could become too small without it.
 struct SmallFloats {
     static constexpr long BYTES = PANEL;
+    static constexpr float UNIT = SMALL_FLOATS_SCALE > 0x1p16f ? 1 : SMALL_FLOATS_SCALE;
     static inline void read_panel(const uint8_t *from, Floats *to) {
-        for (int part = 0; part < PANEL_VECTORS; ++part)
-            to[part] = small_floats(from + part * LANES) * SMALL_FLOATS_SCALE;
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            to[part] = small_floats(from + part * LANES);
+            if constexpr (UNIT != SMALL_FLOATS_SCALE) to[part] *= SMALL_FLOATS_SCALE;
+        }
     }
 };
 
@@ -55,12 +62,12 @@ struct Weights {
     const int32_t *runs; // [runs, 3]: first input, end, group
     long inputs, groups, count, scale_type, scale_width;
 
-    // Scales and zeros of a group of inputs in a panel.
-    void read_scales_of(long panel, long group, Floats *scale) const {
+    // Scales, of what codes become, and zeros of a group of inputs in a panel.
+    template <typename Codes> void read_scales_of(long panel, long group, Floats *scale) const {
         const long at = (panel * groups + group) * scale_width;
         for (int part = 0; part < PANEL_VECTORS; ++part)
-            scale[part] = scale_width == 1 ? all(read_scale(scales, scale_type, at))
-                                           : read_scales(scales, scale_type, at + part * LANES);
+            scale[part] = Codes::UNIT * (scale_width == 1 ? all(read_scale(scales, scale_type, at))
+                                                          : read_scales(scales, scale_type, at + part * LANES));
     }
     template <typename Codes> void read_zeros_of(long panel, long group, Floats *zero) const {
         Codes::read_panel(zeros + (panel * groups + group) * Codes::BYTES, zero);
@@ -113,7 +120,7 @@ template <typename Codes, bool ZEROS> struct Direct {
             const int32_t first = weights.runs[3 * run], end = weights.runs[3 * run + 1];
             const long group = weights.runs[3 * run + 2];
             Floats scale[PANEL_VECTORS], zero[PANEL_VECTORS];
-            weights.read_scales_of(panel, group, scale);
+            weights.read_scales_of<Codes>(panel, group, scale);
             if (ZEROS) weights.read_zeros_of<Codes>(panel, group, zero);
             add_run<Codes, ROWS, ZEROS>(x + first, weights.inputs, codes + first * Codes::BYTES, end - first, zero,
                                         scale, totals[0], PANEL);
@@ -148,7 +155,7 @@ void multiply_row(const float *x, const Weights &weights, long panel, const floa
             }
         for (int next = 0; next < AT_ONCE; ++next) {
             Floats scale[PANEL_VECTORS];
-            weights.read_scales_of(panel + next, group, scale);
+            weights.read_scales_of<Codes>(panel + next, group, scale);
             for (int part = 0; part < PANEL_VECTORS; ++part) totals[next][part] += sums[next][part] * scale[part];
         }
     }
@@ -199,7 +206,7 @@ void multiply_many(const float *x, long rows, const Weights &weights, long first
                     const long begin = weights.runs[3 * each], length = weights.runs[3 * each + 1] - begin;
                     const long group = weights.runs[3 * each + 2];
                     Floats scale[PANEL_VECTORS], zero[PANEL_VECTORS] = {};
-                    weights.read_scales_of(panel, group, scale);
+                    weights.read_scales_of<Codes>(panel, group, scale);
                     if (ZEROS) weights.read_zeros_of<Codes>(panel, group, zero);
                     const uint8_t *codes = weights.codes + (panel * weights.inputs + begin) * Codes::BYTES;
                     for (long at = 0; at < length; ++at, codes += Codes::BYTES) {

@@ -34,11 +34,12 @@ struct Weights {
 // How a word of a panel holds the codes of neighbouring inputs for one output. `pair` is the first two that are left,
 // in 16 bits each, and `next` a word without them. Zeros of a group are codes, too: BYTES for all outputs of a panel.
 // AT_ONCE panels are passed by one row at once: memory is read faster in several places at a time, and the processor
-// then fetches ahead by itself (measured with AVX2 and AVX-512). Nibbles need more registers than AVX2 has.
+// then fetches ahead by itself (measured with AVX2 and AVX-512). MOST_ROWS are multiplied together. Nibbles need
+// registers, of which AVX2 has few.
 
 struct Nibbles {
     static constexpr long PAIRS = 4;
-    static constexpr int AT_ONCE = LANES == 16 ? 4 : 1;
+    static constexpr int AT_ONCE = LANES == 16 ? 4 : 1, MOST_ROWS = PRODUCT_ROWS - (PRODUCT_ROWS == 6);
     static constexpr int32_t MIDDLE = 8;
     static inline Ints pair(const Ints &word) { return word & 0x000f000f; }
     static inline Ints next(const Ints &word) { return word >> 4; }
@@ -51,7 +52,7 @@ struct Nibbles {
 
 struct SignedBytes {
     static constexpr long PAIRS = 2;
-    static constexpr int AT_ONCE = LANES == 16 ? 4 : 3;
+    static constexpr int AT_ONCE = LANES == 16 ? 4 : 3, MOST_ROWS = PRODUCT_ROWS;
     static constexpr int32_t MIDDLE = 0;
     static inline Ints pair(const Ints &word) {
 #if defined(__AVX512F__)
@@ -277,14 +278,15 @@ void multiply_all(const float *x, long rows, const Weights &weights, long output
     const std::unique_ptr<Step[]> steps(new Step[rows * weights.count]);
     const int64_t counts[] = {rows};
     const std::vector<Piece> pieces = in_pieces(counts, 1, outputs);
-    const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    constexpr long MOST = Codes::MOST_ROWS;
+    const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / MOST) * MOST;
 #pragma omp parallel
     {
         std::vector<int32_t> codes(x_row);
 #pragma omp for
         for (long row = 0; row < rows; ++row)
-            round_row(x + row * weights.inputs, weights, Place(row, rows, block), steps.get() + row * weights.count,
-                      codes.data(), laid_out.get(), x_row);
+            round_row(x + row * weights.inputs, weights, Place(row, rows, block, MOST),
+                      steps.get() + row * weights.count, codes.data(), laid_out.get(), x_row);
 #pragma omp for schedule(dynamic, 1)
         for (long at = 0; at < static_cast<long>(pieces.size()); ++at) {
             const long end = pieces[at].end_panel;
@@ -294,7 +296,7 @@ void multiply_all(const float *x, long rows, const Weights &weights, long output
                     Product<Codes>::multiply_row(laid_out.get(), steps.get(), weights, begin, output + begin * PANEL,
                                                  std::min<long>(PANEL, outputs - (begin + AT_ONCE - 1) * PANEL));
             for (long first = 0; first < rows; first += block)
-                for_panels(std::min(block, rows - first), weights.codes, words * PANEL, AHEAD * PANEL, begin, end,
+                for_panels<MOST>(std::min(block, rows - first), weights.codes, words * PANEL, AHEAD * PANEL, begin, end,
                            [&](long panel, long from, long to, const Ahead &ahead) {
                                const long row = first + from;
                                multiplies<Product<Codes>>.by_rows[to - from](
