@@ -306,6 +306,11 @@ void multiply_in_place(const Task &task, const Batch<Kind> &batch, long words, l
     }
 }
 
+// The next task of a share, in a line of the cache of its own.
+struct alignas(64) Next {
+    std::atomic<long> task;
+};
+
 // The products of all batches. Each thread begins with a share of its own, in which it finds what it has laid out, and
 // goes on with what is left of the others'.
 template <typename Kind>
@@ -313,15 +318,15 @@ void multiply_batches(const std::vector<Batch<Kind>> &batches, long inputs, long
     const long words = inputs / Kind::INPUTS;
     const std::vector<Task> tasks = tasks_of<Kind>(batches, words, (outputs + PANEL - 1) / PANEL);
     const long count = tasks.size(), shares = omp_get_max_threads();
-    const std::unique_ptr<std::atomic<long>[]> next(new std::atomic<long>[shares]);
-    for (long share = 0; share < shares; ++share) next[share] = count * share / shares;
+    std::vector<Next> next(shares);
+    for (long share = 0; share < shares; ++share) next[share].task = count * share / shares;
 #pragma omp parallel
     {
         static thread_local LaidOut<Kind> laid_out;
         laid_out.forget();
         for (long turn = 0; turn < shares; ++turn) {
             const long share = (omp_get_thread_num() + turn) % shares;
-            for (long at; (at = next[share]++) < count * (share + 1) / shares;) {
+            for (long at; (at = next[share].task++) < count * (share + 1) / shares;) {
                 const Task &task = tasks[at];
                 const Batch<Kind> &batch = batches[task.batch];
                 if (task.lays_out)
