@@ -92,7 +92,8 @@ def multiply_heads(x: torch.Tensor, packed: torch.Tensor, output: torch.Tensor) 
 
     Parameters
     ----------
-    x : [n, heads, in]; neither rows nor heads need be adjacent, and all heads may be the same
+    x : [n, heads, in]; neither rows nor heads need be adjacent, and all heads may be the same; in bfloat16,
+        both are an even number of values apart
     packed : weights of the same type, by `pack_heads`
     output : [n, heads, out], where the products are written; neither rows nor heads need be adjacent
 
