@@ -8,6 +8,7 @@ from setuptools import Extension, setup
 SOURCES = (
     "kernels",
     "products",
+    "mxfp4",
     "quantised",
     "integers",
     "rounded",

@@ -21,7 +21,6 @@ namespace {
 
 constexpr long WORD = 4;              // inputs in a word
 constexpr long AHEAD = 32;            // words of a panel between what is prefetched and what is used
-constexpr long BLOCK_BYTES = 1 << 19; // of x, which stays in the L2 cache while all panels pass
 constexpr float LOWEST = -128, HIGHEST = 127, SPAN = 255;
 
 // How words are multiplied. STEP is how many words of x belong to one of weights; `lay_out` makes them of codes,
@@ -279,16 +278,11 @@ template <typename Kind, bool BESIDE = false> struct Product {
 // threads would write to the same lines.
 inline bool beside(long rows) { return rows > PRODUCT_ROWS; }
 
-// Rows of x that pass all panels together, of so many words each.
-inline long block_of(long x_row) {
-    return std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
-}
-
 // All rows of x times some of the panels of one matrix.
 template <typename Kind>
 void multiply_panels(const int32_t *x, const Row *rows, long count, const Matrix &matrix, long words,
                      long outputs, long first_panel, long end_panel, float *output) {
-    const long x_row = words * Kind::STEP, block = block_of(x_row);
+    const long x_row = words * Kind::STEP, block = block_of(x_row * sizeof *x);
     const auto &by_rows = beside(count) ? multiplies<Product<Kind, true>>.by_rows : multiplies<Product<Kind>>.by_rows;
     for (; count == 1 && AT_ONCE > 1 && first_panel + AT_ONCE <= end_panel; first_panel += AT_ONCE)
         Product<Kind>::multiply_row(x, rows[0], matrix, words, first_panel, output + first_panel * PANEL,
@@ -332,7 +326,7 @@ void multiply_all(const float *x, const int64_t *counts, long groups, long input
                 continue;
             }
             Kind::lay_out(codes.data(), words, own_words.data());
-            const Place place(at, counts[group], block_of(x_row));
+            const Place place(at, counts[group], block_of(x_row * sizeof(int32_t)));
             int32_t *const to = laid_out.get() + (row - at + place.first) * x_row + place.at;
             for (long word = 0; word < x_row; ++word) to[word * place.rows] = own_words[word];
         }

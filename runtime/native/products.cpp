@@ -1,4 +1,4 @@
-// Products with weights in panels, in float32, bfloat16 and mxfp4, as fast as memory allows for few rows.
+// Products with weights in panels, in float32 and in 16 bits, as fast as memory allows for few rows.
 // `products.py` documents the arguments. All arrays are row-major; sizes are counts of values.
 
 #include "products.h"
@@ -15,7 +15,6 @@
 namespace {
 
 constexpr long AHEAD = LANES == 16 ? 64 : 256; // words of a panel between what is prefetched and what is used
-constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
 constexpr long LAID_BYTES = 1 << 20;   // of x that a thread lays out at a time
 constexpr long LAID_GROUPS = 10;       // of rows, at least, if there are so many: fewer read the weights too often
 constexpr long LAID_PANELS = 8;        // that they are multiplied by, for which it pays
@@ -42,7 +41,7 @@ struct Singles {
 template <typename Of, typename Weight> struct Halves {
     typedef Of Value;
     typedef float Input;
-    static constexpr long INPUTS = 2, STEP = 2, FEW = 2, MOST_ROWS = PRODUCT_ROWS - (PRODUCT_ROWS == 6);
+    static constexpr long INPUTS = 2, STEP = 2, FEW = 2, MOST_ROWS = FEWER_ROWS;
     template <int ROWS>
     static inline void add(const float *x, long x_row, long x_next, const Floats *words,
                            Floats (*sums)[PANEL_VECTORS]) {
@@ -102,6 +101,10 @@ struct Dots {
 template <typename Kind> constexpr int at_once(long rows) {
     return LANES < 8 || rows > Kind::FEW ? 1 : rows == 1 && LANES == 16 ? 4 : 6 / rows;
 }
+
+// Whether numbers of x take another form before they are multiplied.
+template <typename Kind>
+constexpr bool CONVERTS = sizeof(typename Kind::Input) * Kind::STEP > sizeof(typename Kind::Value) * Kind::INPUTS;
 
 // BESIDE: the first inputs of all rows lie beside each other, then the second ones, and so on.
 template <typename Kind, bool BESIDE = false> struct Product {
@@ -184,7 +187,6 @@ struct Task {
 // of two cores take longer to agree on what one writes and the other reads.
 template <typename Kind>
 std::vector<Task> tasks_of(const std::vector<Batch<Kind>> &batches, long words, long panels) {
-    constexpr long PIECES = 8;
     const long threads = omp_get_max_threads(), row_bytes = words * Kind::STEP * sizeof(typename Kind::Input);
     std::vector<long> blocks;
     long all = 0;
@@ -235,16 +237,15 @@ template <typename Kind> class LaidOut {
     void forget() { batch_ = row_ = -1; }
 
   private:
-    static constexpr bool CONVERTS = sizeof(Input) * Kind::STEP > sizeof(Value) * Kind::INPUTS;
-
     static void lay_out(const Value *x, long x_row, long rows, long width, Input *to) {
-        constexpr long VALUES = CONVERTS ? 1 : sizeof(Input) / sizeof(Value); // in an Input
+        constexpr long VALUES = CONVERTS<Kind> ? 1 : sizeof(Input) / sizeof(Value); // in an Input
         const auto read = [&](long row, long at, auto &found) {
             const Value *const from = x + row * x_row + at * VALUES;
-            if constexpr (CONVERTS)
-                for (long each = 0; each < static_cast<long>(sizeof found / sizeof(Input)); ++each)
-                    reinterpret_cast<Input *>(&found)[each] = static_cast<float>(from[each]);
-            else
+            if constexpr (CONVERTS<Kind>) {
+                Input values[sizeof found / sizeof(Input)];
+                std::copy(from, from + sizeof found / sizeof(Input), values);
+                std::memcpy(&found, values, sizeof found);
+            } else
                 std::memcpy(&found, from, sizeof found);
         };
         lay_beside(rows, width, read, to);
@@ -274,17 +275,15 @@ void multiply_laid_out(const typename Kind::Input *x, const Task &task, const Ba
 template <typename Kind>
 void multiply_in_place(const Task &task, const Batch<Kind> &batch, long words, long outputs) {
     typedef typename Kind::Input Input;
-    constexpr bool CONVERTS = sizeof(Input) * Kind::STEP > sizeof(*batch.x) * Kind::INPUTS;
     const long inputs = words * Kind::INPUTS, size = words * PANEL;
-    const long x_row = CONVERTS ? words * Kind::STEP : batch.x_row / Kind::INPUTS * Kind::STEP;
-    const long groups = BLOCK_VALUES / std::max(1L, words * Kind::STEP) / Kind::MOST_ROWS;
-    const long block = std::max(1L, groups) * Kind::MOST_ROWS;
-    std::vector<float> converted(CONVERTS ? std::min(block, batch.rows) * inputs : 0);
+    const long x_row = CONVERTS<Kind> ? words * Kind::STEP : batch.x_row / Kind::INPUTS * Kind::STEP;
+    const long block = block_of(words * Kind::STEP * sizeof(Input), Kind::MOST_ROWS);
+    std::vector<float> converted(CONVERTS<Kind> ? std::min(block, batch.rows) * inputs : 0);
     for (long first = 0; first < batch.rows; first += block) {
         const long count = std::min(block, batch.rows - first);
         const typename Kind::Value *const own = batch.x + first * batch.x_row;
         const Input *some = reinterpret_cast<const Input *>(own);
-        if constexpr (CONVERTS) {
+        if constexpr (CONVERTS<Kind>) {
             for (long row = 0; row < count; ++row) convert(own + row * batch.x_row, inputs, &converted[row * inputs]);
             some = converted.data();
         }
@@ -347,64 +346,6 @@ template <typename Run> inline void with_kind(long kind, Run run) {
     case 4: return run(Halves<float, InFloat16>{});
     default: return run(Singles{});
     }
-}
-
-// Weights in mxfp4 (`mxfp4.py`): a word holds the codes of WORD inputs for one output.
-constexpr int MX_BLOCK = 32, MX_ROWS = PRODUCT_ROWS / 2, WORD = 8;
-
-// The values of codes in the lowest bits: a sign, two bits of exponent and one of mantissa.
-inline Floats value_of(const Ints &codes) {
-#if defined(__AVX__)
-    const float values[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-#endif
-#if defined(__AVX512F__)
-    return __builtin_shuffle(load(values), codes);
-#elif defined(__AVX__)
-    const Floats found = __builtin_shuffle(load(values), codes & 7);
-    return as_floats(as_bits(found) | (codes & 8) << 28);
-#else
-    // Exponents are 1 from zero instead of 127. The sign fills the bits above them, and all but one are cleared.
-    const Ints bits = (codes << 28) >> 6 & static_cast<int32_t>(0x81c00000u);
-    return as_floats(bits) * 0x1p126f;
-#endif
-}
-
-struct MxProduct {
-    // ROWS rows of x times one panel of codes [inputs / WORD, PANEL] with exponents [inputs / MX_BLOCK, PANEL].
-    template <int ROWS>
-    static void multiply(const float *x, long inputs, const int32_t *codes, const uint8_t *exponents,
-                         const float *bias, float *output, long output_row, long width) {
-        Floats result[ROWS][PANEL_VECTORS];
-        for (int row = 0; row < ROWS; ++row)
-            for (int part = 0; part < PANEL_VECTORS; ++part)
-                result[row][part] = bias ? load(bias + part * LANES) : Floats{};
-        for (long first = 0; first < inputs; first += MX_BLOCK, exponents += PANEL) {
-            Floats sums[ROWS][PANEL_VECTORS] = {};
-            for (long from = first; from < first + MX_BLOCK; from += WORD, codes += PANEL)
-                for (int part = 0; part < PANEL_VECTORS; ++part) {
-                    Ints words = load_words(codes + part * LANES);
-                    for (long at = from; at < from + WORD; ++at, words >>= 4) {
-                        const Floats weights = value_of(words);
-                        for (int row = 0; row < ROWS; ++row) sums[row][part] += x[row * inputs + at] * weights;
-                    }
-                }
-            for (int part = 0; part < PANEL_VECTORS; ++part) {
-                const Floats scale = as_floats(widened(exponents + part * LANES) << 23);
-                for (int row = 0; row < ROWS; ++row) result[row][part] += sums[row][part] * scale;
-            }
-        }
-        for (int row = 0; row < ROWS; ++row)
-            std::memcpy(output + row * output_row, result[row], width * sizeof(float));
-    }
-};
-
-// Calls multiply(group, first row, first panel, end panel) for all groups that have rows, in parallel.
-template <typename Run>
-void for_groups(const int64_t *counts, long groups, long outputs, Run multiply) {
-    const std::vector<Piece> pieces = in_pieces(counts, groups, outputs);
-#pragma omp parallel for schedule(dynamic, 1)
-    for (long at = 0; at < static_cast<long>(pieces.size()); ++at)
-        multiply(pieces[at].group, pieces[at].row, pieces[at].first_panel, pieces[at].end_panel);
 }
 
 } // namespace
@@ -471,28 +412,8 @@ void multiply_grouped(const void *x, const int64_t *counts, long groups, long in
         multiply_batches<Kind>(batches, inputs, outputs);
     });
 }
-
-void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inputs,
-                    const int32_t *const *codes, const uint8_t *const *exponents, const float *const *biases,
-                    long outputs, float *output) {
-    for_groups(counts, groups, outputs, [&](long group, long row, long first_panel, long end_panel) {
-        for (long panel = first_panel; panel < end_panel; ++panel) {
-            const int32_t *const own = codes[group] + panel * inputs / WORD * PANEL;
-            const uint8_t *const scales = exponents[group] + panel * inputs / MX_BLOCK * PANEL;
-            const float *const added = biases ? biases[group] + panel * PANEL : nullptr;
-            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
-            for (long first = 0; first < counts[group]; first += MX_ROWS) {
-                const long from = row + first, count = std::min<long>(MX_ROWS, counts[group] - first);
-                multiplies<MxProduct, MX_ROWS>.by_rows[count](x + from * inputs, inputs, own, scales, added,
-                                                              output + from * outputs + panel * PANEL,
-                                                              outputs, width);
-            }
-        }
-    });
-}
 }
 
 REPEATS(multiply_packed);
 REPEATS(multiply_heads);
 REPEATS(multiply_grouped);
-REPEATS(multiply_mxfp4);

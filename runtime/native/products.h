@@ -10,6 +10,16 @@
 
 namespace {
 
+// How many rows are multiplied together where weights need registers on their way: 16 hold the sums of one row fewer.
+constexpr int FEWER_ROWS = PRODUCT_ROWS == 6 ? 5 : PRODUCT_ROWS;
+
+// Rows of x that pass all panels together, of so many bytes each, which stay in the L2 cache meanwhile; a multiple of
+// `most`.
+inline long block_of(long row_bytes, long most = PRODUCT_ROWS) {
+    constexpr long BYTES = 1 << 19;
+    return std::max(1L, BYTES / std::max(1L, row_bytes) / most) * most;
+}
+
 // Product::multiply<ROWS>, for each number of rows from 1 to MOST.
 template <typename Product, int MOST = PRODUCT_ROWS> struct Multiplies {
     typedef decltype(&Product::template multiply<1>) Multiply;

@@ -102,6 +102,10 @@ def multiply_heads(x: torch.Tensor, packed: torch.Tensor, output: torch.Tensor) 
     output
     """
     rows, heads, inputs = x.shape
+    if x.dtype == torch.bfloat16 and (x.stride(0) % 2 or x.stride(1) % 2):
+        raise ValueError(
+            f"rows and heads of x are {x.stride()[:2]} values apart; in bfloat16, make both even"
+        )
     library.call(
         "multiply_heads",
         x.data_ptr(),

@@ -18,7 +18,6 @@ namespace {
 
 constexpr float LARGEST = 32767, SMALLEST = 1e-30f;
 constexpr long AHEAD = LANES == 16 ? 16 : 64; // words of a panel between what is prefetched and what is used
-constexpr long BLOCK_BYTES = 1 << 19;         // of x, which stays in the L2 cache while all panels pass
 
 struct Weights {
     const int32_t *codes;
@@ -35,11 +34,11 @@ struct Weights {
 // in 16 bits each, and `next` a word without them. Zeros of a group are codes, too: BYTES for all outputs of a panel.
 // AT_ONCE panels are passed by one row at once: memory is read faster in several places at a time, and the processor
 // then fetches ahead by itself (measured with AVX2 and AVX-512). MOST_ROWS are multiplied together. Nibbles need
-// registers, of which AVX2 has few.
+// registers of their own.
 
 struct Nibbles {
     static constexpr long PAIRS = 4;
-    static constexpr int AT_ONCE = LANES == 16 ? 4 : 1, MOST_ROWS = PRODUCT_ROWS - (PRODUCT_ROWS == 6);
+    static constexpr int AT_ONCE = LANES == 16 ? 4 : 1, MOST_ROWS = FEWER_ROWS;
     static constexpr int32_t MIDDLE = 8;
     static inline Ints pair(const Ints &word) { return word & 0x000f000f; }
     static inline Ints next(const Ints &word) { return word >> 4; }
@@ -279,7 +278,7 @@ void multiply_all(const float *x, long rows, const Weights &weights, long output
     const int64_t counts[] = {rows};
     const std::vector<Piece> pieces = in_pieces(counts, 1, outputs);
     constexpr long MOST = Codes::MOST_ROWS;
-    const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / MOST) * MOST;
+    const long block = block_of(x_row * sizeof(int32_t), MOST);
 #pragma omp parallel
     {
         std::vector<int32_t> codes(x_row);

@@ -32,8 +32,9 @@ constexpr int PANEL_VECTORS = 2, PANEL = PANEL_VECTORS * LANES;
 
 // How many pieces threads share a product in: for many rows several each, so that one that another program slows
 // down leaves more to the others. For few rows, which are over too soon, one each.
+constexpr long PIECES = 8;
 inline long count_pieces(long panels, long rows) {
-    constexpr long PIECES = 8, FROM_ROWS = 16;
+    constexpr long FROM_ROWS = 16;
     const long threads = omp_get_max_threads();
     return std::min(panels, threads == 1 || rows < FROM_ROWS ? threads : PIECES * threads);
 }

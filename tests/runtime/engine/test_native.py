@@ -154,6 +154,12 @@ def test_products_of_heads(outputs: int, inputs: int, rows: int, dtype: torch.dt
         assert torch.equal(turned, native.pack_heads(weights[1:2].transpose(1, 2)))
 
 
+def test_heads_in_bfloat16_that_begin_within_a_pair_are_refused() -> None:
+    packed, x = native.pack_heads(torch.zeros(3, 8, 4).bfloat16()), torch.zeros(5, 3, 7).bfloat16()[..., :4]
+    with pytest.raises(ValueError, match=r"\(21, 7\) values apart; in bfloat16, make both even"):
+        native.multiply_heads(x, packed, torch.empty(5, 3, 8).bfloat16())
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("counts", [[1], [0, 7, 40, 0]])
 @pytest.mark.parametrize(("outputs", "blocks"), [(1, 1), (33, 3), (200, 20)])
