@@ -179,9 +179,9 @@ def measure(side: Side, case: Case, seed: float, attempts: int) -> tuple[dict[st
     rng = random.Random(seed)
 
     def ask() -> dict[str, Any]:
-        time.sleep(BETWEEN_S)
         return side.ask(random_prompts(case, rng), case.new_tokens)
 
+    time.sleep(BETWEEN_S)  # Not while CPU time is counted: what the previous side spins away is not others'.
     return least_disturbed(ask, side.process, attempts)
 
 
